@@ -1,0 +1,248 @@
+"""The process that workers are forked from: it has imported torch and NEML2 once, and has run nothing.
+
+Importing torch, NEML2 and inductor takes 3.7 s here; a fork of a process that has done so takes 10 ms, and starts as clean
+as a new interpreter: extensions, the CSV cache and the type registry of one target never reach another. The rule that makes
+fork safe is that this process runs no kernel: a child of a process whose OpenMP pool has started hangs at its first
+parallel loop.
+
+The same loop serves a second purpose. A worker that has captured the graphs of a model may stay (`Stay`) and fork from
+itself once for each graph that is to be lowered: this saves loading the saved program, which takes as long as a tenth to a
+half of a lowering.
+
+Protocol, one connection a job over a Unix socket in a private folder: the client sends a `Call`; the child answers
+``("started", pid)``, then ``("done", value, Usage)`` or ``("failed", exception, Usage)``. Each child leads a process group of
+its own, so that one signal ends it and the compilers it runs. When the client goes away, so does everything here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import resource
+import select
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from neml2_build.errors import BuildError
+
+#: What a lowering needs, found by comparing ``sys.modules`` before and after one.
+PRELOAD = (
+    "torch",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp_wrapper_cpu",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.cuda_combined_scheduling",
+    "torch._inductor.fx_passes.post_grad",
+    "torch._inductor.fx_passes.joint_graph",
+    "torch._inductor.kernel.mm",
+    "torch._inductor.package",
+    "torch.export.passes",
+    "torch.utils.mkldnn",
+    "neml2",
+    "neml2.cli.aoti_export",
+    "neml2.cli.aoti_compile",
+    "numpy",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A job: ``module:function`` called with *arguments*, its output to the file *log*."""
+
+    function: str
+    arguments: tuple
+    log: str
+    cwd: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a job took: wall and CPU seconds (with the programs it ran), peak resident memory in bytes."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Stay:
+    """Returned by a job whose process is to serve further calls, forked from it, until the client hangs up.
+
+    The client receives *value* and the address to call.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Remote:
+    """An exception that was not meant for the user, with the traceback of the process that it happened in."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+def main() -> None:
+    """Serve on the socket named by the first argument until standard input closes."""
+    address = sys.argv[1]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the client decides what ends
+    with Listener(address, family="AF_UNIX", backlog=128) as listener:
+        preload()
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        serve(listener, sys.stdin.fileno())
+
+
+def preload() -> None:
+    """Import what jobs need. A module that this torch does not have is left out; torch and NEML2 themselves must import."""
+    for name in PRELOAD:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            if name in ("torch", "neml2"):
+                raise
+    import torch
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the collector of a child would otherwise touch, and so copy, every page
+
+
+def serve(listener: Listener, lifeline: int) -> None:
+    """Fork a child for every connection, until *lifeline* is readable, that is: closed."""
+    children: set[int] = set()
+    socket = listener._listener._socket  # type: ignore[attr-defined]
+    while True:
+        ready, _, _ = select.select([socket, lifeline], [], [], 1.0)
+        reap(children)
+        if lifeline in ready:
+            break
+        if socket in ready:
+            connection = listener.accept()
+            pid = os.fork()
+            if pid == 0:
+                with contextlib.suppress(BaseException):
+                    socket.close()
+                    work(connection)
+                os._exit(0)
+            children.add(pid)
+            connection.close()
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def reap(children: set[int]) -> None:
+    """Collect the children that have ended."""
+    for pid in list(children):
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                continue
+        children.discard(pid)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere the closed socket ends it)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+
+
+def work(connection: Connection) -> None:
+    """The life of a worker: one call, and where that returns `Stay`, calls served from here."""
+    import time
+
+    die_with_parent()
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    started = time.perf_counter()
+    connection.send(("started", os.getpid()))
+    call: Call = connection.recv()
+    redirect(call.log)
+    try:
+        os.chdir(call.cwd)
+        value = resolve(call.function)(*call.arguments)
+        answer = ("done", value)
+    except BuildError as error:
+        traceback.print_exc()
+        answer = ("failed", error)
+    except BaseException as error:
+        traceback.print_exc()
+        answer = ("failed", Remote(type(error).__name__, str(error), traceback.format_exc()))
+    flush()
+    own, ran = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    usage = Usage(
+        time.perf_counter() - started,
+        own.ru_utime + own.ru_stime + ran.ru_utime + ran.ru_stime,
+        max(own.ru_maxrss, ran.ru_maxrss) * (1 if sys.platform == "darwin" else 1024),
+    )
+    if answer[0] == "done" and isinstance(answer[1], Stay):
+        stay(connection, answer[1].value, usage)
+        return
+    send(connection, (*answer, usage))
+
+
+def stay(connection: Connection, value: Any, usage: Usage) -> None:
+    """Answer, and serve calls at a new address until the client hangs up."""
+    folder = tempfile.mkdtemp(prefix="neml2-build-")
+    address = str(Path(folder) / "s")
+    gc.collect()
+    gc.freeze()
+    try:
+        with Listener(address, family="AF_UNIX", backlog=64) as listener:
+            send(connection, ("stays", value, usage, address))
+            serve(listener, connection.fileno())
+    finally:
+        with contextlib.suppress(OSError):
+            Path(address).unlink(missing_ok=True)
+            Path(folder).rmdir()
+
+
+def send(connection: Connection, answer: tuple) -> None:
+    """Send *answer*; what cannot be pickled becomes a failure that says so."""
+    try:
+        data = pickle.dumps(answer, protocol=5)
+    except Exception as error:
+        data = pickle.dumps(("failed", Remote(type(error).__name__, f"the result cannot be sent: {error}", ""), answer[2]))
+    connection.send_bytes(data)
+
+
+def resolve(function: str) -> Callable[..., Any]:
+    """The function named ``module:function``."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def redirect(log: str) -> None:
+    """Send standard output and error of this process and of what it runs to the file *log*."""
+    flush()
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    os.close(nothing)
+
+
+def flush() -> None:
+    """Write out what the standard streams hold back."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main()
