@@ -245,4 +245,6 @@ def flush() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from neml2_build import forkserver  # the module that jobs import, not this second copy named __main__
+
+    forkserver.main()
