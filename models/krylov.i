@@ -63,10 +63,11 @@
   []
   [gmres]
     type = GMRES
-    rel_tol = 1e-8
-    preconditioner = 'jacobi'
+    abs_tol = 1e-13
+    rel_tol = 1e-6
+    preconditioner = 'block_jacobi'
   []
-  [jacobi]
+  [block_jacobi]
     type = BlockJacobiPreconditioner
   []
 []

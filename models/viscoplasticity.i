@@ -1,5 +1,5 @@
 # J2 viscoplasticity the way programs use it: thermal strain (forward), return mapping (implicit), stress (forward).
-# NEML2 cuts the composition at the implicit part into three segments, 1 + 3 + 1 graphs, each lowered and cached apart.
+# NEML2 cuts the composition at the implicit part into three segments, 1 + 4 + 1 graphs, each lowered and cached apart.
 # Change CTE and rebuild: `neml2-build explain viscoplasticity` shows that only the first segment is lowered again.
 [Models]
   [thermal_strain]
