@@ -1,0 +1,215 @@
+"""Lower: from one exported graph to one ``.pt2``, on one device.
+
+A lowering depends on the graph's canonical digest and on who compiles, not on the model that the graph came from; so two
+targets with the same graph share it, and a graph that another branch compiled comes back. To make that true the job takes
+out of the program what differs between two targets with equal graphs (names of modules, sample values) before it compiles.
+
+Graphs are lowered one a job, each in a fresh worker: a model of nine graphs fills every core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from neml2_build.errors import TaskError
+from neml2_build.stages.export import captured
+
+#: Raised when lowering changes what it makes of the same graph: old results are then no hits.
+VERSION = 1
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What a lowering job is sent.
+
+    Attributes
+    ----------
+    graph
+        Canonical digest of the graph.
+    program
+        The saved exported program.
+    device
+        ``cpu``, ``cuda``, or ``cuda:sm_90,...`` for named architectures.
+    inductor
+        Inductor options: NEML2's for this graph, then the user's.
+    march
+        As in the manifest.
+    threads
+        How many threads inductor plans for.
+    isa
+        What `probe` found on this machine.
+    prepared, work
+        Folders: pieces of the toolchain that are made once; scratch space of this job.
+    stock
+        Whether to compile exactly as torch does.
+    debug
+        Whether to keep line tables and everything inductor can tell.
+    """
+
+    graph: str
+    program: bytes
+    device: str
+    inductor: dict[str, Any]
+    march: str
+    threads: int
+    isa: dict[str, Any] | None
+    prepared: str
+    work: str
+    stock: bool = False
+    debug: bool = False
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """The package, seconds by phase, and what the user should know of how it was made."""
+
+    package: bytes
+    seconds: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+
+def probe() -> dict[str, Any]:
+    """Ask torch once what this CPU can do (11 s of compiles). Runs in a worker."""
+    from neml2_build.toolchain import isa
+
+    return isa.probe()
+
+
+def job(request: Request) -> Result:
+    """Lower one graph. Runs in a fresh worker, or in one forked from the process that captured the graph."""
+    from neml2_build import toolchain
+
+    program = captured(request.graph)
+    if program is None:
+        program = load(request.program)
+    if request.device.startswith("cuda"):
+        program = _on_cuda(program)
+    try:
+        lowered = toolchain.lower(
+            program,
+            inductor={"cpp.threads": request.threads, **request.inductor},
+            prepared_dir=Path(request.prepared),
+            work_dir=Path(request.work),
+            stock=request.stock,
+            isa=request.isa,
+            march=request.march,
+            debug=request.debug,
+        )
+    except TaskError:
+        raise
+    except Exception as error:
+        raise _explain(error) from error
+    return Result(package=lowered.pt2, seconds=lowered.seconds, notes=tuple(lowered.notes))
+
+
+def _on_cuda(program: Any) -> Any:
+    """*program* moved to the GPU of this machine, or one line that says why that cannot be."""
+    import torch
+    from torch.export.passes import move_to_device_pass
+
+    if not torch.cuda.is_available():
+        raise TaskError(
+            "this machine has no usable CUDA device",
+            remedy="build on a machine with a GPU and driver, or remove 'cuda' from 'devices'",
+        )
+    return move_to_device_pass(program, "cuda")
+
+
+def load(data: bytes) -> Any:
+    """The exported program saved in *data*, with NEML2's types and operators known, and no other pickle allowed."""
+    import neml2.models.export  # noqa: F401 - registers the operators that graphs call
+    import torch
+
+    with _known_types(), _no_arbitrary_pickle():
+        return torch.export.load(io.BytesIO(data))
+
+
+@contextlib.contextmanager
+def _known_types() -> Iterator[None]:
+    """Sample inputs hold NEML2's tensor types; torch is told that these, and only these, may be unpickled."""
+    import inspect
+
+    import neml2.types as types
+    import torch
+
+    known = [value for name in dir(types) if inspect.isclass(value := getattr(types, name))]
+    with torch.serialization.safe_globals(known):
+        yield
+
+
+@contextlib.contextmanager
+def _no_arbitrary_pickle() -> Iterator[None]:
+    """``torch.export.load`` falls back to unrestricted unpickling of the sample inputs (``torch/_export/serde/serialize.py``,
+    ``deserialize_torch_artifact``); a store that several people write to must not run their code."""
+    import torch
+
+    stock = torch.load
+
+    def strict(*args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **{**kwargs, "weights_only": True})
+
+    torch.load = strict  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.load = stock
+
+
+def _explain(error: Exception) -> TaskError:
+    """The compiler's first error line, or inductor's message."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    compiler = [line for line in lines if "error:" in line or "undefined reference" in line or "No space left" in line]
+    message = compiler[0] if compiler else (lines[0] if lines else type(error).__name__)
+    remedy = None
+    if any("No space left" in line for line in lines):
+        remedy = "free some space, or set TMPDIR to a file system that has some"
+    elif compiler:
+        remedy = "run 'neml2-build doctor' to check the compiler, or build with --stock-toolchain"
+    return TaskError(f"{type(error).__name__}: {message}"[:600], remedy=remedy)
+
+
+def key_of(
+    graph: str,
+    *,
+    device: str,
+    dtype: str,
+    inductor: dict[str, Any],
+    march: str,
+    environment: dict[str, Any],
+    toolchain: dict[str, Any],
+    debug: bool = False,
+) -> dict[str, Any]:
+    """What a lower key is made of.
+
+    Parameters
+    ----------
+    graph
+        Canonical digest of the exported graph.
+    device, dtype, march
+        As asked for.
+    inductor
+        All options in force.
+    environment
+        `Environment.for_lowering`.
+    toolchain
+        Identity of the compiler seam (``neml2_build.toolchain.identity``).
+    debug
+        Whether line tables are kept.
+    """
+    return {
+        "stage": "lower",
+        "version": VERSION,
+        "graph": graph,
+        "device": device,
+        "dtype": dtype,
+        "inductor": inductor,
+        "march": march,
+        "environment": environment,
+        "toolchain": toolchain,
+        "debug": debug,
+    }
