@@ -1,6 +1,6 @@
 # A tensor from a Python expression: the stiffness of a cubic crystal, filled from its three constants in Mandel notation.
 # The expression is evaluated when the model is captured, so what the graph holds, and what it is cached by, is the result.
-# Write `2 * C44` as `C44 + C44`: the text differs, the graph does not, and nothing is lowered.
+# Write `2 * C44` as `(C44 + C44)`: the text differs, the graph does not, and nothing is lowered.
 [Tensors]
   [stiffness]
     type = Python

@@ -1,5 +1,5 @@
 # Variables: `${...}` is replaced before the file is read, with values from the manifest or defined above its use.
-# The manifest gives `youngs_modulus` and `layers`; `nu` is a default of the file.
+# The manifest gives `youngs_modulus` and `layers`; `nu` is defined here, above its use.
 # One file so serves many targets: add another [[model]] with other values, and what both share is compiled once.
 nu = 0.25
 
