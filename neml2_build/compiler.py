@@ -1,0 +1,159 @@
+"""Who does the heavy work: NEML2 and torch in workers, or a fake that tests and benchmarks of the build itself use.
+
+Both answer the same three calls with futures. The fake makes deterministic bytes of the slice, one graph a block of
+``[Models]``, so that edits reach the stages that they would really reach; its name is in every key, so that nothing it made
+can pass for the real thing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from neml2_build import hit
+from neml2_build.digest import canonical_json, digest
+from neml2_build.errors import TaskError
+from neml2_build.forkserver import Usage
+from neml2_build.stages import export, lower
+from neml2_build.workers import Done, ForkExecutor, Near
+
+
+class Compiler(Protocol):
+    """Makes graphs of slices and packages of graphs. Futures give `Done`."""
+
+    name: str
+
+    def export(self, request: export.Request, *, priority: float, cwd: str) -> Future:
+        """Capture the graphs of a model: `export.Result`."""
+        ...
+
+    def lower(self, request: lower.Request, *, priority: float, near: Near | None) -> Future:
+        """Lower a graph: `lower.Result`."""
+        ...
+
+    def probe(self) -> Future:
+        """What torch says of this CPU."""
+        ...
+
+    def run(self, function: Any, *arguments: Any) -> Future:
+        """Another job that needs NEML2 or torch."""
+        ...
+
+    @property
+    def torch_imported(self) -> bool:
+        """Whether torch was imported for this build, in whatever process."""
+        ...
+
+    def close(self, *, kill: bool) -> None:
+        """End; with *kill*, do not wait for what is running."""
+        ...
+
+
+class RealCompiler:
+    """NEML2's exporter and torch's AOTInductor, in workers forked from one preloaded process."""
+
+    name = "aotinductor"
+
+    def __init__(self, jobs: int, environment: Mapping[str, str], logs: Path) -> None:
+        self._executor = ForkExecutor(jobs, environment, logs)
+
+    def export(self, request: export.Request, *, priority: float, cwd: str) -> Future:
+        return self._executor.call(export.job, request, priority=priority, cwd=cwd)
+
+    def lower(self, request: lower.Request, *, priority: float, near: Near | None) -> Future:
+        return self._executor.call(lower.job, request, priority=priority, near=near)
+
+    def probe(self) -> Future:
+        return self._executor.call(lower.probe, priority=1e9)
+
+    def run(self, function: Any, *arguments: Any) -> Future:
+        return self._executor.call(function, *arguments)
+
+    @property
+    def torch_imported(self) -> bool:
+        return self._executor.started
+
+    def close(self, *, kill: bool) -> None:
+        self._executor.shutdown(wait=not kill, cancel_futures=True)
+
+
+class FakeCompiler:
+    """Deterministic bytes in place of compiled code; counts its calls in `calls`.
+
+    Fields that steer it: ``fail = 'export'`` or ``'lower'`` in a block of ``[Models]`` makes that stage of it fail.
+    """
+
+    name = "fake"
+    torch_imported = False
+
+    def __init__(self, jobs: int = 2) -> None:
+        self._pool = ThreadPoolExecutor(jobs)
+        self._lock = threading.Lock()
+        self.calls: Counter[str] = Counter()
+
+    def export(self, request: export.Request, *, priority: float, cwd: str) -> Future:
+        return self._pool.submit(self._done, "export", self._export, request)
+
+    def lower(self, request: lower.Request, *, priority: float, near: Near | None) -> Future:
+        return self._pool.submit(self._done, "lower", self._lower, request)
+
+    def probe(self) -> Future:
+        return self._pool.submit(self._done, "probe", dict)
+
+    def run(self, function: Any, *arguments: Any) -> Future:
+        return self._pool.submit(self._done, "run", function, *arguments)
+
+    def close(self, *, kill: bool) -> None:
+        self._pool.shutdown(wait=not kill, cancel_futures=True)
+
+    def _done(self, what: str, work: Any, *arguments: Any) -> Done:
+        with self._lock:
+            self.calls[what] += 1
+        return Done(work(*arguments), Usage(0.0, 0.0, 0))
+
+    def _export(self, request: export.Request) -> export.Result:
+        values = hit.fields(request.slice)
+        leaves: dict[str, dict[str, str]] = {}
+        for path, value in values.items():
+            section, _, rest = path.partition("/")
+            if section == "Models":
+                name, _, field = rest.partition("/")
+                leaves.setdefault(name, {})[field] = value
+        tensors = {path: value for path, value in values.items() if path.startswith("Tensors/")}
+        opened = [value for path, value in values.items() if path.endswith("/csv_file")]
+        files = [Path(request.input).parent / name for name in opened]
+        for file in files:
+            if not file.exists():
+                raise TaskError(f"no such file: {file.name}", file=request.input, target=request.target, stage="export")
+        contents = [digest(file.read_bytes()) for file in files]
+        graphs = []
+        for name, fields in sorted(leaves.items()):
+            if fields.get("fail") == "export":
+                raise TaskError("told to fail", file=request.input, target=request.target, stage="export")
+            if "models" in fields:
+                continue
+            program = canonical_json([fields, tensors, contents])
+            graphs.append(export.Graph(f"{request.model}_{name}.pt2", digest(program), program, {}, len(fields)))
+        metadata = {
+            "schema_version": 14,
+            "model": request.model,
+            "graphs": [graph.name for graph in graphs],
+            "solvers": {path: value for path, value in values.items() if path.startswith("Solvers/")},
+            "aliases": request.options["renames"],
+        }
+        return export.Result(
+            graphs=tuple(graphs),
+            metadata=json.dumps(metadata, indent=2).encode(),
+            opened=tuple((str(file.resolve()), found) for file, found in zip(files, contents, strict=True)),
+        )
+
+    def _lower(self, request: lower.Request) -> lower.Result:
+        if json.loads(request.program)[0].get("fail") == "lower":
+            raise TaskError("told to fail")
+        package = b"fake " + canonical_json([request.graph, request.device, request.inductor, request.march])
+        return lower.Result(package=package, seconds={})
