@@ -254,7 +254,16 @@ def compare(manifest: Path, name: str, stub: Path, metadata: Path) -> dict[int, 
 
 
 def _run(*args: str | Path, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True, check=False)
+    """The standard output of a Python command that must succeed."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, f"{' '.join(map(str, args))}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -269,7 +278,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text, count = re.subn(r'(?m)^cache = ".*?"', lambda _: f"cache = {json.dumps(str(Path(store).resolve()))}", text)
         assert count == 1
     (root / MANIFEST.name).write_text(text, encoding="utf-8")
-    told = json.loads(_run("-m", "neml2_build.cli", "build", "--json", cwd=root).splitlines()[-1])
+    told = json.loads(_run("-m", "neml2_build.cli", "build", "--json", cwd=root))
     assert told["ok"], told["failures"]
     assert told["targets"]["total"] == len(TARGETS)
     return root
@@ -357,6 +366,11 @@ def test_derivatives_that_were_asked_for_were_compared(target: str, compared: di
     assert isinstance(found, dict), f"{target}: {found}"
     assert {"jacobian", "jvp"} <= set(found["7"])
     assert ("param_jacobian" in found["7"]) == (target == "parameter_derivatives")
+
+
+@pytest.mark.real
+def test_the_stub_of_a_driver_target_runs_as_it_is(suite: Path) -> None:
+    _run("-c", "from neml2.cli.run import main; raise SystemExit(main())", "aoti/creep_aoti.i", "driver", cwd=suite)
 
 
 if __name__ == "__main__":
