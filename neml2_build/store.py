@@ -6,6 +6,7 @@ The store knows digests and bytes; it does not know what a graph is::
     actions/ab/cdef....json      action key -> outputs, what the key was made of, the seconds it took
     tmp/SESSION/                 what one process is writing, and ``used``: what it relies on
     tmp/SESSION.lock             locked by that process for as long as it lives
+    counts.jsonl                 hits and misses by reason, a line a process
     tmp/locks/KEY                one key at a time, across processes
 
 Plain files and atomic renames, no database, because two builds, two projects and an NFS server must be able to share
@@ -36,13 +37,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 
 from .digest import canonical_json, digest, digest_file
 from .errors import TaskError
+
+if TYPE_CHECKING:
+    from .remote import Remote
+    from .signing import Keys
 
 FORMAT = 1
 """Version of the records. Records of another version are misses, and left alone: their writer may still use them."""
@@ -54,7 +59,9 @@ MINUTE = 60.0
 REASONS = {
     "object-broken": "an object's bytes are not what its name says; it was removed",
     "object-missing": "a record names an object that is not there",
-    "record-broken": "a record cannot be read; it was removed",
+    "object-unreadable": "an object cannot be read; it was left as it is",
+    "record-broken": "a record is not what was written; it was removed",
+    "record-unreadable": "a record cannot be read; it was left as it is",
     "record-version": "a record was written by another version of neml2-build",
     "store-readonly": "the store cannot be written; what is made is kept for this run only",
     "locks-unavailable": "the file system has no locks; work may be done twice",
@@ -151,14 +158,15 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
 
-def encode(action: Action) -> bytes:
+def encode(action: Action, signatures: tuple[str, ...] = ()) -> bytes:
     """The text of *action*'s record: canonical, with its own checksum before it."""
-    body = canonical_json({"format": FORMAT, **msgspec.to_builtins(action)})
+    body = canonical_json({"format": FORMAT, "signatures": signatures, **msgspec.to_builtins(action)})
     return b'{"checksum":"' + digest(body).encode() + b'","record":' + body + b"}\n"
 
 
 class _Record(msgspec.Struct, frozen=True):
     format: int
+    signatures: tuple[str, ...] = ()
 
 
 def decode(data: bytes, key: str) -> Action:
@@ -179,6 +187,11 @@ def decode(data: bytes, key: str) -> Action:
     if action.key != key or not all(_HEX.fullmatch(output.digest) for output in action.outputs):
         raise ValueError("it is another key's" if action.key != key else "it names something that is no digest")
     return action
+
+
+class _Count(msgspec.Struct, frozen=True):
+    counts: dict[str, int]
+    seconds_saved: float
 
 
 class ForeignFormat(ValueError):
@@ -248,16 +261,22 @@ class _Session:
             if error.errno in (*_DENIED, *_FULL):
                 raise
             self.descriptor = None
-        self.folder.mkdir()
-        self.used = os.open(self.folder / "used", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.used = -1
+        try:
+            self.folder.mkdir()
+            self.used = os.open(self.folder / "used", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        os.close(self.used)
         if self.pid == os.getpid():
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.lock.unlink(missing_ok=True)
-        if self.descriptor is not None:
-            os.close(self.descriptor)
+            with contextlib.suppress(OSError):
+                self.lock.unlink(missing_ok=True)
+        for descriptor in (self.used, self.descriptor):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
 
 
 class Store:
@@ -270,7 +289,9 @@ class Store:
     root
         The folder.
     remote
-        A :class:`neml2_build.remote.Remote` that is asked where this store does not know; or None.
+        Asked where this store does not know, and offered what is recorded.
+    keys
+        Whose records the remote's must be, see :mod:`neml2_build.signing`; None: they are used unsigned.
     readonly
         Use what is there and write nothing into it. A store that turns out not to be writable is treated the same way:
         what is made goes to a temporary folder that ends with this instance.
@@ -279,19 +300,24 @@ class Store:
     ----------
     events
         What was found broken, missing or unusual, in order.
-    counts
-        Hits and misses by name: ``hit-local``, ``hit-remote``, ``miss-no-record`` and one a reason.
-    seconds_saved
-        What the hits would have taken to make.
     """
 
-    def __init__(self, root: Path | str, *, remote: Any = None, keys: Any = None, readonly: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path | str,
+        *,
+        remote: Remote | None = None,
+        keys: Keys | None = None,
+        readonly: bool = False,
+    ) -> None:
         self.root = Path(root)
         self.remote = remote
         self.keys = keys
         self.events: list[Event] = []
-        self.counts: Counter[str] = Counter()
-        self.seconds_saved = 0.0
+        self._outcomes: dict[str, tuple[str, float]] = {}
+        self._settled: set[str] = set()
+        self._told: set[str] = set()
+        self._absent: set[str] = set()
         self._mutex = threading.RLock()
         self._marked: set[str] = set()
         self._session: _Session | None = None
@@ -327,8 +353,9 @@ class Store:
     def _find_file(self, kind: str, name: str) -> Path | None:
         for layer in self._layers:
             path = _place(layer, kind, name)
-            if path.exists():
-                return path
+            with contextlib.suppress(OSError):
+                if path.exists():
+                    return path
         return None
 
     # ---------------------------------------------------------------- writing
@@ -414,16 +441,17 @@ class Store:
         path = self._find_file("objects", name)
         if path is None:
             return False
-        try:
+        with contextlib.suppress(OSError):
             if path.stat().st_size == size and digest_file(path) == name:
+                _renew(path, MINUTE)
                 return True
-        except OSError:
-            pass
         self._discard("objects", name, "object-broken", "found while the same content was stored")
         return False
 
     def record(self, action: Action) -> None:
         """Remember *action*; its outputs must have been put. The last step: from here on the key is a hit.
+
+        It is offered to the remote, on a thread.
 
         Raises
         ------
@@ -432,11 +460,20 @@ class Store:
         TaskError
             The disk is full.
         """
+        action = msgspec.convert(msgspec.to_builtins(action), Action)
+        self.accept(action)
+        with self._mutex:
+            self._settled.add(action.key)
+        if self.remote:
+            self.remote.upload(action, self, self._report)
+
+    def accept(self, action: Action, signatures: tuple[str, ...] = ()) -> None:
+        """As :meth:`record`, for an action that came verified from elsewhere, with the signatures that it came with."""
         for output in action.outputs:
             if self._find_file("objects", _checked(output.digest)) is None:
                 raise ValueError(f"output {output.name!r} of {action.stage}:{action.target} was never put")
         self.used(action.key)
-        self._write("actions", _checked(action.key), (encode(action),), 0o644)
+        self._write("actions", _checked(action.key), (encode(action, signatures),), 0o644)
 
     def _discard(self, kind: str, name: str, reason: str, detail: str) -> None:
         self._report(reason, name, detail)
@@ -463,11 +500,11 @@ class Store:
         if path is None:
             raise ObjectMissing(name)
         try:
-            data = path.read_bytes()
+            data = _read(path)
+        except FileNotFoundError:
+            raise ObjectMissing(name) from None
         except OSError as error:
-            if error.errno == errno.ENOENT:
-                raise ObjectMissing(name) from None
-            self._discard("objects", name, "object-broken", f"cannot be read: {error.strerror}")
+            self._report("object-unreadable", name, error.strerror or str(error))
             raise ObjectMissing(name) from None
         if digest(data) != name:
             self._discard("objects", name, "object-broken", f"{len(data)} bytes of other content")
@@ -511,28 +548,75 @@ class Store:
                 part.unlink(missing_ok=True)
 
     def find(self, key: str) -> Action | None:
-        """What is known of the work *key*, if all that it made is here; None is a miss, counted in :attr:`counts`."""
-        action, reason = self._find_local(key)
+        """What is known of the work *key*, if all that it made is here, or could be fetched; None is a miss.
+
+        :attr:`counts` says why; a key counts once, however often it is asked for.
+        """
+        action, reason = self._look(key)
+        outcome = "hit-local"
+        if action is None and self.remote and key not in self._absent:
+            problem = self.remote.fetch(key, self, self._report)
+            if problem is None:
+                action, outcome = self._look(key)[0], "hit-remote"
+            else:
+                self._absent.add(key)
+                reason = reason if problem == "no-record" else problem
         with self._mutex:
-            self.counts["hit-local" if action else f"miss-{reason}"] += 1
-            if action:
-                self.seconds_saved += action.seconds
+            if key not in self._settled:
+                if action is None:
+                    self._outcomes[key] = f"miss-{reason}", 0.0
+                elif not self._outcomes.get(key, ("",))[0].startswith("hit"):
+                    self._outcomes[key] = outcome, action.seconds
         return action
 
-    def _find_local(self, key: str) -> tuple[Action | None, str]:
+    def peek(self, key: str) -> Action | None:
+        """As :meth:`find`, of this folder only, and neither counted nor marked as used: for those who only look."""
+        path = self._find_file("actions", _checked(key))
+        try:
+            action = decode(_read(path), key) if path else None
+        except (ValueError, msgspec.MsgspecError, OSError):
+            return None
+        return action if action and all(self.has(output.digest) for output in action.outputs) else None
+
+    def signatures(self, key: str) -> tuple[str, ...]:
+        """The signatures with which the action *key* came here; none for what was made here."""
+        path = self._find_file("actions", _checked(key))
+        try:
+            data = _read(path) if path else b""
+            decode(data, key)
+            return msgspec.json.decode(data.partition(b'","record":')[2][:-2], type=_Record).signatures
+        except (ValueError, msgspec.MsgspecError, OSError):
+            return ()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Keys by what became of them: ``hit-local``, ``hit-remote``, ``miss-no-record``, ``miss-object-broken``, ..."""
+        with self._mutex:
+            return Counter(outcome for outcome, _ in self._outcomes.values())
+
+    @property
+    def seconds_saved(self) -> float:
+        """What the hits would have taken to make."""
+        with self._mutex:
+            return sum(seconds for _, seconds in self._outcomes.values())
+
+    def _look(self, key: str) -> tuple[Action | None, str]:
         self.used(key)
         path = self._find_file("actions", _checked(key))
         if path is None:
             return None, "no-record"
         _renew(path, MINUTE)
         try:
-            action = decode(path.read_bytes(), key)
+            action = decode(_read(path), key)
         except ForeignFormat as error:
             self._report("record-version", key, str(error))
             return None, "record-version"
         except FileNotFoundError:
             return None, "no-record"
-        except (ValueError, msgspec.MsgspecError, OSError) as error:
+        except OSError as error:
+            self._report("record-unreadable", key, error.strerror or str(error))
+            return None, "record-unreadable"
+        except (ValueError, msgspec.MsgspecError) as error:
             self._discard("actions", key, "record-broken", str(error))
             return None, "record-broken"
         for output in action.outputs:
@@ -615,9 +699,20 @@ class Store:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until what was recorded is on the remote, *timeout* seconds at most: whether all of it is."""
+        return self.remote.flush(timeout, self._report) if self.remote else True
+
     def close(self) -> None:
-        """Remove this process's temporary files, and let :meth:`gc` have what it used. The store can be used again."""
+        """Remove this process's temporary files, add its hits and misses to :meth:`stats`, and let :meth:`gc` have what
+        it used. The store can be used again. Uploads under way are not waited for: :meth:`flush` does."""
         with self._mutex:
+            fresh = [self._outcomes[key] for key in self._outcomes.keys() - self._told]
+            self._told.update(self._outcomes)
+            if fresh and not self.readonly and self.root.is_dir():
+                entry = _Count(Counter(outcome for outcome, _ in fresh), sum(seconds for _, seconds in fresh))
+                with contextlib.suppress(OSError):
+                    _append_count(self.root / "counts.jsonl", canonical_json(msgspec.to_builtins(entry)))
             session, self._session = self._session, None
             self._marked.clear()
             if session:
@@ -659,16 +754,20 @@ class Store:
             return GcReport(size=sum(entry[2] for kind in ("objects", "actions") for entry in _walk(self.root / kind)))
         moment = time.time() if now is None else now
         interrupted, locks = self._sweep()
-        spared = set(keep) | self._in_use()
         objects = {name: (size, stamp) for name, _, size, stamp in _walk(self.root / "objects")}
         actions = []
         for name, path, size, stamp in _walk(self.root / "actions"):
             try:
-                outputs = frozenset(output.digest for output in decode(path.read_bytes(), name).outputs)
+                data = _read(path)
+                outputs = frozenset(output.digest for output in decode(data, name).outputs)
+            except ForeignFormat:  # whatever it may mean, what it names is in use
+                outputs = frozenset(found.decode() for found in re.findall(rb'"([0-9a-f]{32})"', data))
             except (ValueError, msgspec.MsgspecError, OSError):
                 outputs = frozenset()
             actions.append((stamp, name, size, outputs))
-        actions.sort()
+        actions.sort(key=lambda action: action[:2])
+        # After the lists: what was used since is either in here or not in them.
+        spared = set(keep) | self._in_use()
         for _, name, _, outputs in actions:
             if name in spared:
                 spared |= outputs
@@ -677,16 +776,23 @@ class Store:
         total = sum(size for size, _ in objects.values()) + sum(action[2] for action in actions)
         start = total
 
-        def drop(kind: str, name: str, size: int, count: str) -> None:
+        def drop(kind: str, name: str, size: int, count: str, stamp: float | None = None) -> bool:
+            """Whether it is gone. One whose time is no longer *stamp* was used a moment ago: it stays."""
             nonlocal total
-            with contextlib.suppress(OSError):
-                _place(self.root, kind, name).unlink()
-                total -= size
-                removed[count] += 1
+            path = _place(self.root, kind, name)
+            try:
+                if stamp is not None and path.stat().st_mtime != stamp:
+                    return False
+                path.unlink()
+            except OSError:
+                return not path.exists()
+            total -= size
+            removed[count] += 1
+            return True
 
         for name, (size, stamp) in list(objects.items()):
             if name not in references and name not in spared and moment - stamp > grace:
-                drop("objects", name, size, "orphans")
+                drop("objects", name, size, "orphans", stamp)
                 del objects[name]
         for stamp, name, size, outputs in actions:
             expired = older_than is not None and moment - stamp > older_than
@@ -696,7 +802,8 @@ class Store:
                 continue
             if name in spared:
                 continue
-            drop("actions", name, size, "actions")
+            if not drop("actions", name, size, "actions", stamp):
+                continue
             for item in outputs:
                 references[item] -= 1
                 if not references[item] and item in objects and item not in spared:
@@ -765,6 +872,7 @@ class Store:
             "oldest_use": min(stamps, default=None),
             "newest_use": max(stamps, default=None),
             "stages": stages,
+            **_sum_counts(self.root / "counts.jsonl"),
         }
 
     def check(self, repair: bool = False) -> CheckReport:
@@ -817,6 +925,41 @@ def _place(root: Path, kind: str, name: str) -> Path:
     return root / kind / name[:2] / (f"{name[2:]}.json" if kind == "actions" else name[2:])
 
 
+def _read(path: Path) -> bytes:
+    """The bytes of *path*; a handle that an NFS server has forgotten in between is opened once more."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return path.read_bytes()
+
+
+def _append_count(path: Path, line: bytes) -> None:
+    """Add *line*, in one write, so that processes do not tear each other's; a long file becomes its sum."""
+    if path.exists() and path.stat().st_size > 1 << 18:
+        part = path.parent / "tmp" / f"{secrets.token_hex(8)}.part"
+        part.write_bytes(canonical_json(_sum_counts(path)) + b"\n")
+        part.replace(path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, line + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def _sum_counts(path: Path) -> dict[str, Any]:
+    counts = Counter[str]()
+    seconds = 0.0
+    with contextlib.suppress(OSError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(msgspec.MsgspecError):
+                entry = msgspec.json.decode(line, type=_Count)
+                counts.update(entry.counts)
+                seconds += entry.seconds_saved
+    return {"counts": dict(sorted(counts.items())), "seconds_saved": seconds}
+
+
 def _step(name: str) -> None:
     """A moment at which a test may kill the process."""
 
@@ -854,14 +997,14 @@ def _renew(path: Path, age: float) -> None:
 
 
 def _touch(path: Path) -> None:
-    """Stamp the record as used now; where it is another user's, by writing it again as our own."""
+    """Stamp a file of the store as used now; where it is another user's, by writing it again as our own."""
     try:
         os.utime(path)
     except PermissionError:
-        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        part = path.parents[2] / "tmp" / f"{secrets.token_hex(8)}.part"
         try:
             part.write_bytes(path.read_bytes())
-            part.chmod(0o644)
+            part.chmod(path.stat().st_mode & 0o777)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
@@ -921,20 +1064,3 @@ def _remove_if_free(lock: Path) -> bool:
         return True
     except OSError:
         return False
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as ``10 GiB``, ``500MB`` or ``1024``.
-
-    Raises
-    ------
-    ValueError
-        It is no size.
-    """
-    units = {"": 1, "b": 1}
-    for power, letter in enumerate("kmgt", start=1):
-        units |= {letter: 1024**power, f"{letter}ib": 1024**power, f"{letter}b": 1000**power}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].lower() not in units:
-        raise ValueError(f"not a size: {text!r} (such as 10 GiB, 500 MB)")
-    return int(float(match[1]) * units[match[2].lower()])
