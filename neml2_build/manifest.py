@@ -36,8 +36,8 @@ TABLE = "tool.neml2-build"
 DEVICES = ("cpu", "cuda")
 MARCHES = ("native", "x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4", "armv8-a")
 REFUSED_DEVICES = {
-    "hip": "code for AMD GPUs needs the ROCm build of torch, which NEML2's packages are not built for",
-    "xpu": "code for Intel GPUs needs the XPU build of torch, which NEML2's packages are not built for",
+    "hip": "code for AMD GPUs needs the ROCm build of torch, which neml2-build has not been made for",
+    "xpu": "code for Intel GPUs needs the XPU build of torch, which neml2-build has not been made for",
     "mps": "Apple GPUs have no float64, and every graph that NEML2 exports is float64",
 }
 
