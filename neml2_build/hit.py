@@ -54,12 +54,20 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class _Field:
+    """``name = raw``; *quotes* are the triple quotes of a verbatim value, which then stand not in *raw*."""
+
     name: str
     raw: str
-    verbatim: bool
+    quotes: str
     file: Path
     line: int
-    node: nmhit.Node = field(compare=False, repr=False)
+
+    def node(self) -> nmhit.Node:
+        if not self.quotes:
+            return nmhit.Field(self.name, self.raw)
+        # only nmhit's parser can make a field in triple quotes
+        text = f"{self.name} = {self.quotes}{self.raw}{self.quotes}\n"
+        return nmhit.parse_text(text).children()[0].clone()
 
 
 @dataclass(frozen=True)
@@ -68,16 +76,24 @@ class _Section:
     items: tuple[_Item, ...]
     file: Path
     line: int
-    node: nmhit.Node = field(compare=False, repr=False)
+
+    def node(self) -> nmhit.Node:
+        section = nmhit.Section(self.name)
+        for item in self.items:
+            section.add_child(item.node())
+        return section
 
 
 @dataclass(frozen=True)
 class _Remark:
-    """A comment or a blank line."""
+    """A comment, or a blank line: no text."""
 
     text: str
-    node: nmhit.Node = field(compare=False, repr=False)
+    inline: bool = False
     name: str = ""
+
+    def node(self) -> nmhit.Node:
+        return nmhit.Comment(self.text, self.inline) if self.text else nmhit.Blank()
 
 
 _Item: TypeAlias = "_Field | _Section | _Remark"
@@ -140,37 +156,83 @@ def read(
     TaskError
         The file, or one that it includes, cannot be read or parsed; includes form a cycle.
     """
-    main = Path(os.path.abspath(path))
-    given = dict(variables or {})
+    main = _absolute(Path(path))
     files: list[SourceFile] = []
-    items = _read_file(main, (), None, files)
-    _refuse_shadowed(given, items)
-    items = (*(_variable(name, value) for name, value in given.items()), *items)
-    for text in overrides:
-        items = _override(items, text)
-
-    root = nmhit.Root()
-    for item in items:
-        root.add_child(_rebuilt(item))
-    document = Document(root, main, tuple(files), {}, (), items, environ)
-    uses = _Uses()
-    for found in _fields_of(items):
-        try:
-            _value(document, found, uses=uses)
-        except BuildError:
-            pass  # lazy, as in NEML2: a value that nobody asks for may be wrong
+    try:
+        items = _read_file(main, (), None, files)
+        items = (*_variables(variables or {}, items, main), *items)
+        for text in overrides:
+            items = _override(items, text, main)
+        root = nmhit.Root()
+        for item in items:
+            root.add_child(item.node())
+        document = Document(root, main, tuple(files), {}, (), items, environ)
+        uses = _uses(document)
+    except RecursionError:
+        raise TaskError("sections are nested too deeply", file=main, remedy="nest fewer than a few hundred") from None
+    unused = [name for name in variables or {} if name not in uses.fields]
     warnings = [
-        f"variable {name!r} is not used by {main.name}: no ${{{name}}} in it" for name in given if name not in uses.fields
+        *(f"variable {name!r} is not used: no ${{{name}}} in {main.name}" for name in unused),
+        *(f"{where}: the environment variable {name!r} is not set" for name, where in uses.unset.items()),
+        *_shadowed(items, main),
     ]
     return replace(document, environment=dict(sorted(uses.environment.items())), warnings=tuple(warnings))
 
 
-def _read_file(path: Path, chain: tuple[Path, ...], at: tuple[Path, int] | None, files: list[SourceFile]):
-    """The items of one file with everything that it includes in place."""
-    real = path.resolve()
-    if real in chain:
+def _absolute(path: Path) -> Path:
+    """*path* from the root, without ``..`` unless a symbolic link gives it a meaning."""
+    full = Path(os.path.join(os.getcwd(), path))
+    short = Path(os.path.normpath(full))
+    return short if ".." not in full.parts or os.path.realpath(short) == os.path.realpath(full) else full
+
+
+def _uses(document: Document) -> _Uses:
+    """What the values of *document* refer to; raises where nmhit expands a value in another way than we do."""
+    uses = _Uses()
+    for item, node in zip(_fields_of(document._items), _nmhit_fields(document.root), strict=True):
+        if "${" not in item.raw:
+            continue
+        own = _Uses()
+        try:
+            value = _value(document, item, uses=own)
+        except BuildError:
+            value = None  # lazy, as in NEML2: what nobody asks for may be wrong
+        uses.fields |= own.fields
+        uses.environment |= own.environment
+        uses.unset |= own.unset
+        same = all(os.environ.get(name) == text for name, text in own.environment.items())
+        if value is not None and same and node.param_str() != value:
+            raise TaskError(
+                f"nmhit expands {item.raw!r} to {node.param_str()!r}, neml2-build to {value!r}",
+                file=item.file,
+                line=item.line,
+                remedy="write this value in a simpler way, and report it",
+            )
+    return uses
+
+
+def _shadowed(items: Sequence[_Item], main: Path) -> Iterator[str]:
+    """A sentence for each definition that a look-up never finds, since an earlier one has its name."""
+    first: dict[tuple[str, str], _Named] = {}
+    for top in items:
+        inner = top.items if isinstance(top, _Section) else ()
+        for prefix, item in [("", top), *((top.name, child) for child in inner)]:
+            if not isinstance(item, _Field if not prefix else (_Field, _Section)):
+                continue
+            known = first.setdefault((prefix, item.name), item)
+            if known is not item:
+                path = f"{prefix}/{item.name}" if prefix else item.name
+                yield (
+                    f"{_short(item.file, main)}:{item.line}: {path} is ignored, since the first one counts: "
+                    f"{_short(known.file, main)}:{known.line}"
+                )
+
+
+def _read_file(path: Path, chain: tuple[Path, ...], at: tuple[Path, int] | None, files: list[SourceFile]) -> tuple[_Item, ...]:
+    """The items of one file with everything that it includes in place; *at* is where it is included."""
+    real = Path(os.path.realpath(path))
+    if at is not None and real in chain:
         loop = [*chain[chain.index(real) :], real]
-        assert at is not None
         raise TaskError(
             "the files include each other: " + " -> ".join(_short(part, chain[0]) for part in loop),
             file=at[0],
@@ -178,24 +240,52 @@ def _read_file(path: Path, chain: tuple[Path, ...], at: tuple[Path, int] | None,
             remedy="remove one of these !include lines",
         )
     data = _bytes(path, at)
+    if not any(known.path == path for known in files):
+        files.append(SourceFile(path, digest(data)))
+    text = _decoded(data, path)
+    marked, mark, includes = _mark_includes(text)
+    top = _parse(marked, path)
+
+    def items_of(node: nmhit.Node) -> Iterator[_Item]:
+        for child in node.children():
+            kind = child.type()
+            if kind == nmhit.NodeType.Field:
+                yield _field(child, child.path(), path)
+            elif kind == nmhit.NodeType.Section:
+                yield _Section(child.path(), tuple(items_of(child)), path, child.line())
+            elif kind == nmhit.NodeType.Comment and child.text().startswith(mark):
+                number, _, rest = child.text()[len(mark) :].partition(" ")
+                included = _absolute(path.parent / includes[int(number)])
+                yield from _read_file(included, (*chain, real), (path, child.line()), files)
+                if rest.strip():
+                    yield _Remark(rest.strip(), child.is_inline())
+            elif kind == nmhit.NodeType.Comment:
+                yield _Remark(child.text(), child.is_inline())
+            else:
+                yield _Remark("")
+
+    return tuple(items_of(top))
+
+
+def _field(node: nmhit.Node, name: str, file: Path) -> _Field:
+    raw = node.raw_val()
+    written = node.render()[len(node.path()) + len(" = ") : -1]
+    return _Field(name, raw, "" if written == raw else written[:3], file, node.line())
+
+
+def _decoded(data: bytes, path: Path) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
         raise TaskError(
-            f"not UTF-8: byte 0x{data[error.start]:02x}",
-            file=path,
-            line=data.count(b"\n", 0, error.start) + 1,
-            remedy="save the file as UTF-8",
+            f"not UTF-8: byte 0x{data[error.start]:02x}", file=path, line=line, remedy="save the file as UTF-8"
         ) from None
     if text.startswith("\ufeff"):
         raise TaskError(
             "starts with a byte order mark, which nmhit cannot read", file=path, line=1, remedy="save it as UTF-8 without BOM"
         )
-    if not any(known.path == path for known in files):
-        files.append(SourceFile(path, digest(data)))
-    marked, includes = _mark_includes(text)
-    top = _parse(marked, path)
-    return _items_of(top, path, includes, (*chain, real), files)
+    return text
 
 
 def _bytes(path: Path, at: tuple[Path, int] | None) -> bytes:
@@ -225,24 +315,26 @@ _TOKENS = re.compile(
     r"|(?<![^\s\]])!include(?=[ \t\r\n#]|$)[ \t]*(?P<path>[^#\n]*)",
     re.DOTALL,
 )
-_MARK = "#\x1finclude "
 
 
-def _mark_includes(text: str) -> tuple[str, list[str]]:
-    """*text* with each ``!include PATH`` turned into a comment that only we write, and the paths.
+def _mark_includes(text: str) -> tuple[str, str, list[str]]:
+    """*text* with each ``!include PATH`` turned into a comment, how these comments begin, and the paths.
 
-    nmhit would open the files by itself, relative to the working directory, and forget which text came from where.
+    nmhit would open the files by itself, relative to the working directory, and never say that they form a cycle.
     """
     paths: list[str] = []
+    mark = "#include "
+    while mark in text:
+        mark = f"#{mark}"
 
-    def mark(match: re.Match[str]) -> str:
+    def marked(match: re.Match[str]) -> str:
         path = (match["path"] or "").strip()
         if match["other"] is not None or not path:
             return match[0]
         paths.append(path)
-        return f"{_MARK}{len(paths) - 1} "
+        return f"{mark}{len(paths) - 1} "
 
-    return _TOKENS.sub(mark, text), paths
+    return _TOKENS.sub(marked, text), mark, paths
 
 
 def _parse(text: str, path: Path) -> nmhit.Root:
@@ -276,39 +368,6 @@ def _first_stray_character(text: str) -> tuple[int | None, str]:
     return None, ""
 
 
-def _items_of(
-    node: nmhit.Node, path: Path, includes: list[str], chain: tuple[Path, ...], files: list[SourceFile]
-) -> tuple[_Item, ...]:
-    items: list[_Item] = []
-    for child in node.children():
-        kind = child.type()
-        if kind == nmhit.NodeType.Field:
-            raw = child.raw_val()
-            plain = child.render() == f"{child.path()} = {raw}\n"
-            items.append(_Field(child.path(), raw, not plain, path, child.line(), child))
-        elif kind == nmhit.NodeType.Section:
-            inner = _items_of(child, path, includes, chain, files)
-            items.append(_Section(child.path(), inner, path, child.line(), child))
-        elif kind == nmhit.NodeType.Comment and child.text().startswith(_MARK):
-            number, _, rest = child.text()[len(_MARK) :].partition(" ")
-            included = path.parent / includes[int(number)]
-            items += _read_file(Path(os.path.abspath(included)), chain, (path, child.line()), files)
-            if rest.strip():
-                items.append(_Remark(rest.strip(), nmhit.Comment(rest.strip(), child.is_inline())))
-        else:
-            items.append(_Remark(child.render(), child))
-    return tuple(items)
-
-
-def _rebuilt(item: _Item) -> nmhit.Node:
-    if not isinstance(item, _Section):
-        return item.node.clone()
-    section = nmhit.Section(item.name)
-    for child in item.items:
-        section.add_child(_rebuilt(child))
-    return section
-
-
 def _short(path: Path, first: Path) -> str:
     return os.path.relpath(path, first.parent)
 
@@ -316,7 +375,8 @@ def _short(path: Path, first: Path) -> str:
 # ── variables and overrides ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _refuse_shadowed(variables: Mapping[str, str], items: Sequence[_Item]) -> None:
+def _variables(variables: Mapping[str, str], items: Sequence[_Item], main: Path) -> Iterator[_Field]:
+    """The fields that NEML2 would get as text before the file."""
     for item in items:
         if isinstance(item, _Field) and item.name in variables:
             raise RequestError(
@@ -325,85 +385,101 @@ def _refuse_shadowed(variables: Mapping[str, str], items: Sequence[_Item]) -> No
                 line=item.line,
                 remedy=f'use overrides = ["{item.name}:={variables[item.name]}"] in place of the variable',
             )
-
-
-def _variable(name: str, value: str) -> _Field:
-    value = str(value)
-    text = value if re.fullmatch(r"[\w.+\-*/~]+", value, re.ASCII) else _quoted(value)
-    try:
-        item = _single_field(f"{name} = {text}") if text is not None else None
-    except nmhit.Error:
-        item = None
-    if item is None or item.name != name or _content(item) != value:
-        raise RequestError(
-            f"variable {name!r} = {value!r} cannot be written in HIT", remedy="a plain name, and a value without ${ and quotes"
-        )
-    return item
+    for name, value in variables.items():
+        simple = re.fullmatch(r"[\w.+\-*/~]+", value, re.ASCII)
+        text = value if simple else _quoted(value) or _verbatim(value)
+        try:
+            item = _single_field(f"{name} = {text}") if text is not None else None
+        except nmhit.Error:
+            item = None
+        if item is None or item.name != name or "/" in name or _content(item) != value:
+            raise RequestError(
+                f"variable {name!r} = {value!r} cannot be written in HIT",
+                file=main,
+                remedy="a plain name, and a value without ${ or triple quotes",
+            )
+        yield item
 
 
 def _single_field(text: str) -> _Field | None:
     """The one field that *text* is, its name the whole path; None if it is more or less than that."""
     try:
-        item: nmhit.Node = nmhit.parse_text(text)
+        root = nmhit.parse_text(text)
     except UnicodeDecodeError:
         return None
-    path: list[str] = []
+    item: nmhit.Node = root
     while item.type() != nmhit.NodeType.Field:
         children = item.children()
-        if len(children) != 1:
+        if len(children) != 1 or children[0].type() not in (nmhit.NodeType.Field, nmhit.NodeType.Section):
             return None
         item = children[0]
-        path.append(item.path())
-    raw = item.raw_val()
-    plain = item.render() == f"{item.path()} = {raw}\n"
-    return _Field("/".join(path), raw, not plain, Path("<override>"), 1, item)
+    return _field(item, item.fullpath(), Path("<manifest>"))
 
 
-def _override(items: tuple[_Item, ...], text: str) -> tuple[_Item, ...]:
+_OVERRIDE = re.compile(r"\s*[^\s=:'\"\[\]#]+(?::(?!=)[^\s=:'\"\[\]#]+)*\s*(:?=)")
+
+
+def _override(items: tuple[_Item, ...], text: str, main: Path) -> tuple[_Item, ...]:
     """*items* with the override *text* applied. Raises `RequestError` where it names nothing."""
-    head = re.match(r"\s*([^\s=:'\"\[\]#]+(?::(?!=)[^\s=:'\"\[\]#]+)*)\s*(:?=)", text)
+    head = _OVERRIDE.match(text)
+    new, problem = None, ""
     try:
         new = _single_field(text) if head else None
-        problem = ""
     except nmhit.Error as error:
-        new, problem = None, f": {error.messages[0].message}"
+        problem = f": {error.messages[0].message}"
     if head is None or new is None:
         raise RequestError(
             f"override {text!r} is not PATH:=VALUE{problem}",
-            remedy='for example "Solvers/newton/abs_tol:=1e-10"; a value with spaces in single quotes',
+            file=main,
+            remedy="for example Solvers/newton/abs_tol:=1e-10; a value with spaces needs single quotes",
         )
     segments = new.name.split("/")
-    adds = head[2] == "="
-    return _replaced(items, segments, new, adds, text, items)
+    new = replace(new, name=segments[-1])
+    adds = head[1] == "="
 
+    def applied(level: tuple[_Item, ...], depth: int) -> tuple[_Item, ...] | None:
+        """*level* with the field in it; None where the path leads nowhere."""
+        place = _place(level, segments[depth:], top=not depth)
+        there = level[place] if place is not None else None
+        if depth < len(segments) - 1:
+            if not isinstance(there, _Section):
+                return None
+            inner = applied(there.items, depth + 1)
+            return None if inner is None else _with(level, place, replace(there, items=inner))
+        if isinstance(there, _Field) and adds:
+            raise RequestError(
+                f"override {text!r} adds a field that is there already",
+                file=there.file,
+                line=there.line,
+                remedy="write := in place of = to replace its value",
+            )
+        if isinstance(there, _Field):
+            return _with(level, place, replace(new, file=there.file, line=there.line))
+        return (*level, new) if adds and there is None else None
 
-def _replaced(items, segments: list[str], new: _Field, adds: bool, text: str, everything) -> tuple[_Item, ...]:
-    name, rest = segments[0], segments[1:]
-    place = _place(items, segments, top=items is everything)
-    if not rest:
-        if place is None and adds:
-            return (*items, replace(new, name=name))
-        if place is not None and isinstance(items[place], _Field):
-            old = items[place]
-            if adds:
-                raise RequestError(
-                    f"override {text!r} adds a field that is there already",
-                    file=old.file,
-                    line=old.line,
-                    remedy="write := to replace its value",
-                )
-            return (*items[:place], replace(new, name=name, file=old.file, line=old.line), *items[place + 1 :])
-    elif place is not None and isinstance(items[place], _Section):
-        inner = _replaced(items[place].items, rest, new, adds, text, everything)
-        return (*items[:place], replace(items[place], items=inner), *items[place + 1 :])
-    paths = [path for path, _ in _walk(everything)]
-    if adds:
-        paths = sorted({path.rpartition("/")[0] + f"/{new.name.rpartition('/')[2]}" for path in paths if "/" in path})
+    changed = applied(items, 0)
+    if changed is not None:
+        return changed
+    parent = "/".join(segments[:-1])
+    named = [(path, isinstance(item, _Section)) for path, item in _walk(items)]
+    if any(path == parent and section for path, section in named) or not parent:
+        known = [path for path, section in named if not section]
+        raise RequestError(
+            f"override {text!r}: no field {'/'.join(segments)} in the input{_nearest('/'.join(segments), known)}",
+            file=main,
+            remedy="write = in place of := to add a field that is not there",
+        )
+    known = [path for path, section in named if section]
     raise RequestError(
-        f"override {text!r}: the input has no {'section ' + new.name.rpartition('/')[0] if adds else new.name}"
-        + _nearest(new.name, paths),
-        remedy=None if adds else "write = in place of := to add a field that the section does not have",
+        f"override {text!r}: no section [{parent}] in the input{_nearest(parent, known)}",
+        file=main,
+        remedy="an override changes or adds a field of a section that the input has",
     )
+
+
+def _with(level: tuple[_Item, ...], place: int | None, item: _Item) -> tuple[_Item, ...]:
+    assert place is not None
+    return (*level[:place], item, *level[place + 1 :])
 
 
 def _place(items: Sequence[_Item], segments: list[str], *, top: bool) -> int | None:
@@ -430,12 +506,13 @@ class _Uses:
 
     fields: set[str] = field(default_factory=set)
     environment: dict[str, str] = field(default_factory=dict)
+    unset: dict[str, str] = field(default_factory=dict)
 
 
 def _content(item: _Field) -> str:
     """The text between the quotes, before expansion."""
     raw = item.raw
-    if not item.verbatim and len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"":
+    if not item.quotes and len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"":
         return raw[1:-1]
     return raw
 
@@ -473,6 +550,8 @@ def _value(document: Document, item: _Field, *, uses: _Uses | None = None, chain
     def from_environment(name: str) -> str:
         value = document._environ.get(name)
         if value is None:
+            if uses is not None:
+                uses.unset.setdefault(name, f"{item.file}:{item.line}")
             raise TaskError(
                 f"the environment variable {name!r} is not set",
                 file=item.file,
@@ -593,7 +672,7 @@ def _children_of(document: Document, section: str) -> tuple[str, ...]:
 
 def check_model(document: Document, model: str) -> None:
     """Raise `RequestError` with the models that there are, if *model* is none of them."""
-    if ("Models", model.split("/")[0]) not in block_names(document):
+    if not isinstance(_block(document, ("Models", model)), _Section):
         raise _unknown("model", "Models", model, model_names(document), document)
 
 
@@ -610,10 +689,27 @@ def top_models(document: Document) -> tuple[str, ...]:
     """The models that no other model of the file uses, in the order of the file: what ``model = "*"`` stands for.
 
     A value that is the name of a model counts as a use of it, even where it means a variable of that name.
+
+    Raises
+    ------
+    RequestError
+        There is none: the file has no models, or each is named by another.
+    TaskError
+        A value of a model cannot be expanded.
     """
     names = model_names(document)
-    used = {name for model in names for section, name in reach(document, model) if section == "Models" and name != model}
-    return tuple(name for name in names if name not in used)
+    references = _References(document)
+    used = {
+        name
+        for model in names
+        for section, name in references.closure([("Models", model)]) - {("Models", model)}
+        if section == "Models"
+    }
+    top = tuple(name for name in names if name not in used)
+    if not top:
+        what = "every model is named by another one" if names else "the input has no [Models]"
+        raise RequestError(f'model = "*": {what}', file=document.path, remedy="name the models to build")
+    return top
 
 
 def driver_model(document: Document, driver: str) -> str:
@@ -664,25 +760,41 @@ def reach(document: Document, model: str, also: Iterable[Block] = ()) -> frozens
     """
     check_model(document, model)
     known = block_names(document)
-    sections: dict[str, list[Block]] = {}
-    for block in known:
-        if block[0] not in _NEVER_REFERENCED:
-            sections.setdefault(block[1], []).append(block)
-    odd = [name for name in sections if not re.fullmatch(r"\w+", name)]
+    start = {("Models", model.split("/")[0]), *(DEFAULT_BLOCKS & known), *(set(also) & known)}
+    return _References(document).closure(start)
 
-    start = {("Models", model.split("/")[0])} | (DEFAULT_BLOCKS & known) | (set(also) & known)
-    reached: set[Block] = set()
-    queue = sorted(start)
-    while queue:
-        block = queue.pop()
-        if block in reached:
-            continue
-        reached.add(block)
-        for value in _values_of(document, block):
-            names = {name for name in re.findall(r"\w+", value) if name in sections}
-            names.update(name for name in odd if name in value)
-            queue += [other for name in names for other in sections[name] if other not in reached]
-    return frozenset(reached)
+
+class _References:
+    """Which block names which, worked out when asked for and then kept."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.blocks: dict[str, list[Block]] = {}
+        for block in block_names(document):
+            if block[0] not in _NEVER_REFERENCED:
+                self.blocks.setdefault(block[1], []).append(block)
+        # names that are no single word stand nowhere among the words of a value
+        self.odd = [name for name in self.blocks if not re.fullmatch(r"\w+", name)]
+        self.known: dict[Block, frozenset[Block]] = {}
+
+    def of(self, block: Block) -> frozenset[Block]:
+        if block not in self.known:
+            names: set[str] = set()
+            for value in _values_of(self.document, block):
+                names.update(word for word in re.findall(r"\w+", value) if word in self.blocks)
+                names.update(name for name in self.odd if name in value)
+            self.known[block] = frozenset(other for name in names for other in self.blocks[name])
+        return self.known[block]
+
+    def closure(self, start: Iterable[Block]) -> frozenset[Block]:
+        reached: set[Block] = set()
+        queue = sorted(start)
+        while queue:
+            block = queue.pop()
+            if block not in reached:
+                reached.add(block)
+                queue += self.of(block) - reached
+        return frozenset(reached)
 
 
 def _block(document: Document, block: Block) -> _Named | None:
@@ -706,14 +818,28 @@ def data_files(document: Document, blocks: Iterable[Block]) -> tuple[Path, ...]:
 
     NEML2 takes them relative to the folder of the main input file, symbolic links resolved, also for included blocks.
     """
+    return tuple(dict.fromkeys(path for path, _ in _data_fields(document, blocks)))
+
+
+def missing_data_files(document: Document, blocks: Iterable[Block]) -> tuple[str, ...]:
+    """A sentence for each data file that is not there, with the line that names it.
+
+    No error yet: a block may be in a slice for the sake of a name alone, and NEML2 never open its file.
+    """
+    return tuple(
+        f"{item.file}:{item.line}: the data file {str(path)!r} does not exist"
+        for path, item in _data_fields(document, blocks)
+        if not path.is_file()
+    )
+
+
+def _data_fields(document: Document, blocks: Iterable[Block]) -> Iterator[tuple[Path, _Field]]:
     folder = document.path.resolve().parent
-    files: dict[Path, None] = {}
     for block in sorted(set(blocks)):
         found = _block(document, block)
         for item in _fields_of([found] if found else []):
             if item.name == "csv_file":
-                files[folder / _value(document, item)] = None
-    return tuple(files)
+                yield folder / _value(document, item), item
 
 
 # ── the slice ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -757,7 +883,7 @@ class _Writer:
         if isinstance(item, _Field):
             value = _value(self.document, item)
             self.values.append(value)
-            self.lines.append(f"{pad}{item.name} = {self.literal(value, item.verbatim)}")
+            self.lines.append(f"{pad}{item.name} = {self.literal(value, bool(item.quotes))}")
             return
         self.lines.append(f"{pad}[{item.name}]")
         seen: set[str] = set()

@@ -75,6 +75,7 @@ def parse(target: Target | Any, *, also: Iterable[hit.Block] = (), environ: Mapp
         blocks = hit.reach(document, target.model, also)
         text = hit.slice_text(document, blocks)
         data_files = hit.data_files(document, blocks)
+        warnings = [*document.warnings, *hit.missing_data_files(document, blocks)]
         stub, stub_source = _stub(document, target) if target.stub else (None, None)
     except BuildError as error:
         error.target, error.stage = target.name, "parse"
@@ -88,7 +89,7 @@ def parse(target: Target | Any, *, also: Iterable[hit.Block] = (), environ: Mapp
         blocks=sorted(blocks),
         all_blocks=sorted(hit.block_names(document)),
         data_files=[str(path) for path in data_files],
-        warnings=list(document.warnings),
+        warnings=warnings,
     )
 
 
