@@ -61,11 +61,11 @@ def pack(store: Store, keys: Iterable[str], file: Path | str) -> PackReport:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(part, "x:", format=tarfile.USTAR_FORMAT) as archive:
             for key in sorted(set(keys)):
+                action = store.peek(key)
                 try:
-                    action = store.peek(key)
                     contents = {output.digest: store.read(output.digest) for output in action.outputs} if action else {}
                 except ObjectMissing:
-                    action = None
+                    action, contents = None, {}
                 if action is None:
                     missing.append(key)
                     continue

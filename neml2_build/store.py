@@ -562,7 +562,7 @@ class Store:
                 self._absent.add(key)
                 reason = reason if problem == "no-record" else problem
         with self._mutex:
-            if key not in self._settled:
+            if key not in self._settled or key not in self._outcomes:
                 if action is None:
                     self._outcomes[key] = f"miss-{reason}", 0.0
                 elif not self._outcomes.get(key, ("",))[0].startswith("hit"):
@@ -757,6 +757,7 @@ class Store:
         objects = {name: (size, stamp) for name, _, size, stamp in _walk(self.root / "objects")}
         actions = []
         for name, path, size, stamp in _walk(self.root / "actions"):
+            data = b""
             try:
                 data = _read(path)
                 outputs = frozenset(output.digest for output in decode(data, name).outputs)
