@@ -175,9 +175,7 @@ class Environment:
         return {
             "python": self.python,
             "packages": {name: self.packages.get(name) for name in EXPORT_PACKAGES},
-            "variables": {
-                name: value for name, value in self.variables.items() if name.startswith(("NEML2_", "TORCH_"))
-            },
+            "variables": {name: value for name, value in self.variables.items() if name.startswith(("NEML2_", "TORCH_"))},
         }
 
     def for_lowering(self, march: str) -> dict[str, Any]:
@@ -231,8 +229,13 @@ def thread_count(environ: Mapping[str, str]) -> int:
     asked = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if asked.isdigit() and int(asked) > 0:
         return max(2, int(asked))
+    return max(2, cores())
+
+
+def cores() -> int:
+    """How many cores this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
-    return max(2, len(affinity(0)) if affinity else os.cpu_count() or 2)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def libc_version() -> str:
@@ -338,7 +341,8 @@ def require_compiler(environ: Mapping[str, str]) -> Path:
         name = environ.get("CXX") or "g++"
         raise RequestError(
             f"no C++ compiler: '{name}' is not on the PATH",
-            remedy="install one (Debian/Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; conda: conda install gxx) or set CXX",
+            remedy="install one (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; conda: conda install gxx), "
+            "or set CXX",
         )
     return compiler
 
@@ -421,3 +425,38 @@ def identify_cpu(compiler: Path | None, memo: Memo) -> dict[str, str]:
 
     resolved = memo.get(f"march:{flags}:{compiler}", [compiler.resolve()] if compiler else [], ask)
     return {"machine": platform.machine(), "native": resolved, "flags": flags}
+
+
+# -- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+def cuda_device(memo: Memo) -> str | None:
+    """Name, compute capability and driver of the first GPU; None where there is no GPU or no driver."""
+    driver = Path("/proc/driver/nvidia/version")
+    if not driver.exists():
+        return None
+
+    def ask() -> str:
+        said = _ask(["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"])
+        return said.strip().splitlines()[0] if said.strip() else ""
+
+    return memo.get("cuda-device", [driver], ask) or None
+
+
+def cuda_identity(memo: Memo, architectures: tuple[str, ...]) -> dict[str, Any]:
+    """The part that a CUDA lower key holds: the architectures asked for, or the GPU at hand; and the CUDA compiler."""
+    nvcc = shutil.which("nvcc")
+    version = memo.get("nvcc", [nvcc], lambda: _ask([str(nvcc), "--version"]).strip()) if nvcc else None
+    device = None if architectures else cuda_device(memo)
+    return {"architectures": sorted(architectures), "device": device, "nvcc": version}
+
+
+def require_cuda(memo: Memo, architectures: tuple[str, ...]) -> None:
+    """Raise `TaskError` unless graphs can be lowered for CUDA here."""
+    from neml2_build.errors import TaskError
+
+    if not architectures and cuda_device(memo) is None:
+        raise TaskError(
+            "this machine has no CUDA device or no driver for it",
+            remedy="build on a machine with a GPU, or remove 'cuda' from 'devices'",
+        )

@@ -1,0 +1,1282 @@
+"""One build: what each target's stages find up to date, restore from the store, or make.
+
+A `Build` holds what the targets of one run share; a `TargetRun` knows the five stages of one target. Each stage has a
+question (`TargetRun.check`: is what is there what a build would make, and if not, why) and an act (`TargetRun.do`). doit asks
+the one and runs the other, in order; dry runs and `explain` ask only.
+
+The question is answered from records of contents, never from times alone and never from mere existence, and a stage sees only
+the results of the stage before it: so a comment edit ends at the slice, a tolerance edit at the graphs, and work stops as
+early as it can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from neml2_build import environment as environments
+from neml2_build import hit
+from neml2_build.compiler import Compiler, RealCompiler
+from neml2_build.digest import digest, digest_file, digest_json
+from neml2_build.errors import BuildError, RequestError, TaskError
+from neml2_build.events import Journal
+from neml2_build.manifest import Manifest, Model, Target
+from neml2_build.reasons import Reason, compare
+from neml2_build.records import Entry, FileState, Record, Records, Snapshot, settled
+from neml2_build.stages import export, lower, package
+from neml2_build.stages import parse as parsing
+from neml2_build.stages.stub import stub_text_in_worker
+from neml2_build.store import Action, ObjectMissing, Output, Store
+from neml2_build.workers import Done, Near, WorkerFailed
+
+#: Raised when the slice or the stub is made differently.
+PARSE_VERSION = 1
+_VARIANTS = 16
+
+
+@dataclass(frozen=True)
+class GraphRef:
+    """A captured graph without its bytes: file name of its package, digest, object of the program, options, operations."""
+
+    name: str
+    digest: str
+    program: str
+    inductor: dict[str, Any]
+    operations: int
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What export found: graphs, digest of ``metadata.json``, files that were read, tensors that are random."""
+
+    key: str
+    graphs: tuple[GraphRef, ...]
+    metadata: str
+    opened: dict[str, str]
+    random: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One graph on one device: file name, key, digest of the package."""
+
+    name: str
+    key: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a build would do at a stage: ``up-to-date``, ``restore``, ``run`` or ``unknown``, and why."""
+
+    stage: str
+    what: str
+    reasons: tuple[Reason, ...] = ()
+    detail: str = ""
+
+
+@dataclass
+class Counts:
+    """Graphs of one run: compiled in it, or taken from the store or from another target of it."""
+
+    lowered: int = 0
+    reused: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, *, lowered: int = 0, reused: int = 0) -> None:
+        with self.lock:
+            self.lowered += lowered
+            self.reused += reused
+
+
+class Build:
+    """What the targets of one run share.
+
+    Parameters
+    ----------
+    manifest
+        What to build.
+    jobs
+        Workers at once; by default the manifest's, by default one a core.
+    force
+        Make everything again, whatever is known.
+    stock
+        Compile exactly as torch does, without the prepared toolchain.
+    compiler
+        Who compiles, instead of NEML2 and torch.
+    environ
+        The process environment.
+    journal
+        Who is told what happens.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        jobs: int | None = None,
+        force: bool = False,
+        stock: bool = False,
+        compiler: Compiler | None = None,
+        environ: Mapping[str, str] | None = None,
+        journal: Journal | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.environ = dict(os.environ if environ is None else environ)
+        self.root = Path(manifest.root).resolve()
+        self.output = self.root / manifest.output
+        self.cache = self.root / manifest.cache
+        self.jobs = jobs or manifest.jobs or environments.cores()
+        self.force = force
+        self.stock = stock
+        self.journal = journal or Journal()
+        self.store = store or Store(self.cache)
+        self.records = Records(self.cache, self.output, self.root)
+        self.snapshot = self.records.read_snapshot()
+        self.memo = environments.Memo(dict(self.snapshot.memo))
+        self.environment = environments.look(self.memo, self.environ)
+        self.counts = Counts()
+        self.failures: list[BuildError] = []
+        self._compiler = compiler
+        self._compiler_lock = threading.Lock()
+        self._digests: dict[str, tuple[list[int] | None, str]] = {}
+        self._graphs: dict[str, Future] = {}
+        self._graphs_lock = threading.Lock()
+        self._isa: dict[str, Any] | None = None
+        self._isa_lock = threading.Lock()
+        self._models: dict[str, list] = {}
+        self.toolchain = self._toolchain_identity()
+        self.identity = digest_json(
+            [
+                self.environment.for_export(),
+                self.environment.for_lowering("native"),
+                self.toolchain,
+                [PARSE_VERSION, export.VERSION, lower.VERSION],
+            ]
+        )
+        self.targets = manifest.targets(self._models_of)
+        self.runs = {target.name: TargetRun(self, target) for target in self.targets}
+
+    # -- what is shared -----------------------------------------------------------------------------------------------
+
+    @property
+    def compiler(self) -> Compiler:
+        """Who compiles; started at the first use."""
+        with self._compiler_lock:
+            if self._compiler is None:
+                if self.environment.compiler is None:
+                    environments.require_compiler(self.environ)
+                logs = self.cache / "logs"
+                try:
+                    logs.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise RequestError(f"the cache cannot be written to: {error.strerror}", file=self.cache) from None
+                self._compiler = RealCompiler(self.jobs, environments.worker_environment(self.environ), logs)
+            return self._compiler
+
+    @property
+    def torch_imported(self) -> bool:
+        """Whether this build imported torch, in whatever process."""
+        return self._compiler is not None and self._compiler.torch_imported
+
+    @property
+    def compiler_name(self) -> str:
+        """Name of who compiles, without starting it."""
+        return self._compiler.name if self._compiler is not None else RealCompiler.name
+
+    def _toolchain_identity(self) -> dict[str, Any]:
+        if self.compiler_name != RealCompiler.name:
+            return {"compiler": self.compiler_name}
+        from neml2_build import toolchain
+
+        return {"compiler": self.compiler_name, **toolchain.identity(stock=self.stock)}
+
+    def _models_of(self, path: Path, model: Model) -> Sequence[str]:
+        """The models that ``model = "*"`` or ``driver`` stands for, remembered while the files are as they were."""
+        name = digest_json([str(path), model.model, model.driver, model.variables, list(model.overrides)])
+        known = self.snapshot.models.get(name)
+        if known is not None and all(environments.signature(file) == stat for file, stat in known[0]):
+            self._models[name] = known
+            return known[1]
+        document = hit.read(
+            path, variables={k: str(v) for k, v in model.variables.items()}, overrides=model.overrides, environ=self.environ
+        )
+        found = [hit.driver_model(document, model.driver)] if model.driver is not None else list(hit.top_models(document))
+        stats = [(str(source.path), settled(environments.signature(source.path))) for source in document.files]
+        if not document.environment and all(stat is not None for _, stat in stats):
+            self._models[name] = [[list(pair) for pair in stats], found]
+        return found
+
+    def digest_of(self, path: Path | str) -> str:
+        """Digest of a file's content, read once a build as long as its stat stays. Raises ``OSError``."""
+        stat = environments.signature(path)
+        known = self._digests.get(str(path))
+        if known is not None and stat is not None and known[0] == stat:
+            return known[1]
+        found = digest_file(path)
+        self._digests[str(path)] = (stat, found)
+        return found
+
+    def select(self, names: Iterable[str] = ()) -> list[TargetRun]:
+        """The runs of the targets named (shell patterns allowed), or of all; `RequestError` names the nearest."""
+        import difflib
+        import fnmatch
+
+        wanted = list(names)
+        if not wanted:
+            return list(self.runs.values())
+        chosen: dict[str, TargetRun] = {}
+        for name in wanted:
+            found = [name] if name in self.runs else fnmatch.filter(self.runs, name)
+            if not found:
+                near = difflib.get_close_matches(name, self.runs, n=1)
+                raise RequestError(
+                    f"no target named '{name}'",
+                    file=self.manifest.file,
+                    remedy=f"did you mean '{near[0]}'?" if near else "'neml2-build list' shows all targets",
+                )
+            chosen.update((one, self.runs[one]) for one in found)
+        return list(chosen.values())
+
+    def fail(self, error: BuildError, target: str, stage: str) -> None:
+        """Note that *stage* of *target* failed."""
+        error.target = error.target or target
+        error.stage = error.stage or stage
+        self.failures.append(error)
+        self.journal.tell("failure", target=target, stage=stage, outcome="failed", info={"message": str(error)})
+
+    # -- lowering, shared by targets ----------------------------------------------------------------------------------
+
+    def isa(self) -> dict[str, Any] | None:
+        """What torch says of this CPU: asked once a machine, compiler and torch, and kept in the store."""
+        if self.compiler_name != RealCompiler.name or self.stock:
+            return None
+        with self._isa_lock:
+            if self._isa is not None:
+                return self._isa
+            made_of = {"stage": "probe", "version": lower.VERSION, "environment": self.environment.for_lowering("native")}
+            key = digest_json(made_of)
+            with self.store.lock(key):
+                action = self.store.find(key)
+                if action is not None:
+                    with contextlib.suppress(ObjectMissing, msgspec.MsgspecError):
+                        self._isa = msgspec.json.decode(self.store.read(action.outputs[0].digest))
+                if self._isa is None:
+                    began = time.perf_counter()
+                    found = _result(self.compiler.probe()).value
+                    data, size = self.store.put(msgspec.json.encode(found))
+                    self.store.record(_action(key, "probe", "", [Output("isa.json", data, size)], made_of, began, {}))
+                    self._isa = found
+            return self._isa
+
+    def lower_once(self, key: str, made_of: dict[str, Any], request: Callable[[], lower.Request], **how: Any) -> Future:
+        """A future of (`Action`, lowered): the graph of *key*, from the store or compiled, once for all who ask.
+
+        Parameters
+        ----------
+        key, made_of
+            The lower key.
+        request
+            Makes the request if it must be compiled.
+        how
+            ``target``, ``graph`` for messages; ``priority``, ``near`` for the compiler.
+        """
+        with self._graphs_lock:
+            known = self._graphs.get(key)
+            if known is not None:
+                shared: Future = Future()
+                known.add_done_callback(lambda done: _copy(done, shared))
+                return shared
+            future: Future = Future()
+            self._graphs[key] = future
+        try:
+            if not self._lower_now(future, key, made_of, request, how):
+                waiter = threading.Thread(target=self._lower_later, args=(future, key, made_of, request, how), daemon=True)
+                waiter.start()
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def _lower_now(self, future: Future, key: str, made_of: dict, request: Callable[[], lower.Request], how: dict) -> bool:
+        """Answer *future* from the store or start the compile; False while another process is compiling the same."""
+        if not self.force and (action := self.store.find(key)) is not None:
+            future.set_result((action, False))
+            return True
+        lock = self.store.try_lock(key)
+        if lock is None:
+            return False
+        try:
+            if not self.force and (action := self.store.find(key)) is not None:
+                lock.release()
+                future.set_result((action, False))
+                return True
+            began = time.perf_counter()
+            self.journal.tell("graph-start", target=how["target"], stage=how["stage"], graph=how["graph"])
+            running = self.compiler.lower(request(), priority=how["priority"], near=how["near"])
+        except BaseException:
+            lock.release()
+            raise
+
+        def finish(done: Future) -> None:
+            try:
+                result: Done = _result(done)
+                found, size = self.store.put(result.value.package)
+                info = {
+                    "phases": result.value.seconds,
+                    "notes": list(result.value.notes),
+                    "cpu_seconds": round(result.usage.cpu_seconds, 3),
+                    "peak_bytes": result.usage.peak_bytes,
+                }
+                action = _action(key, "lower", how["target"], [Output("graph.pt2", found, size)], made_of, began, info)
+                action = msgspec.structs.replace(action, seconds=round(result.usage.seconds, 3))
+                self.store.record(action)
+            except BaseException as error:
+                self.journal.tell("graph-end", target=how["target"], stage=how["stage"], graph=how["graph"], outcome="failed")
+                lock.release()
+                future.set_exception(error)
+                return
+            lock.release()
+            self.journal.tell(
+                "graph-end",
+                target=how["target"],
+                stage=how["stage"],
+                graph=how["graph"],
+                outcome="built",
+                seconds=result.usage.seconds,
+                info={"cpu_seconds": round(result.usage.cpu_seconds, 3), "peak_bytes": result.usage.peak_bytes},
+            )
+            future.set_result((action, True))
+
+        running.add_done_callback(finish)
+        return True
+
+    def _lower_later(self, future: Future, key: str, made_of: dict, request: Callable[[], lower.Request], how: dict) -> None:
+        try:
+            pause = 0.02
+            while not self._lower_now(future, key, made_of, request, how):
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.5)
+        except BaseException as error:
+            future.set_exception(error)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the workers and remember what the next null build can use."""
+        for run in self.runs.values():
+            run.release()
+        if self._compiler is not None:
+            self._compiler.close(kill=kill)
+        self.remember()
+        self.store.close()
+
+    def remember(self) -> None:
+        """Write the snapshot if it would differ."""
+        entries = dict(self.snapshot.entries)
+        changed = self.memo.changed or self._models != self.snapshot.models
+        for run in self.runs.values():
+            entry = run.entry()
+            if entry is None and entries.pop(run.target.name, None) is not None:
+                changed = True
+            elif entry is not None and entries.get(run.target.name) != entry:
+                entries[run.target.name] = entry
+                changed = True
+        for name in set(entries) - set(self.runs):
+            del entries[name]
+            changed = True
+        if changed:
+            self.records.write_snapshot(Snapshot(entries=entries, memo=self.memo.entries, models=self._models))
+
+
+class TargetRun:
+    """The stages of one target in one build."""
+
+    def __init__(self, build: Build, target: Target) -> None:
+        self.build = build
+        self.target = target
+        self.folder = build.output / target.name
+        self.stub = build.output / f"{target.name}_aoti.i"
+        self.stages = (
+            "parse",
+            "export",
+            *(f"lower-{device}" for device in target.devices),
+            "package",
+            *(("stub",) if target.stub else ()),
+        )
+        self.outcome: dict[str, str] = {}
+        self.reasons: dict[str, tuple[Reason, ...]] = {}
+        self.failed: BuildError | None = None
+        self.parsed: parsing.Parsed | None = None
+        self.slice: str | None = None
+        self.stub_digest: str | None = None
+        self.parse_files: list[FileState] = []
+        self.exported: Exported | None = None
+        self.lowered: dict[str, list[Lowered]] = {}
+        self._near: Near | None = None
+        self._current: bool | None = None
+        self._lock = threading.RLock()
+
+    # -- the fast way -------------------------------------------------------------------------------------------------
+
+    def current(self) -> bool:
+        """Whether stats alone show that nothing changed since the target was last found up to date."""
+        if self._current is None:
+            self._current = not self.build.force and self._unchanged()
+            if self._current:
+                self.outcome = dict.fromkeys(self.stages, "up-to-date")
+        return self._current
+
+    def _unchanged(self) -> bool:
+        entry = self.build.snapshot.entries.get(self.target.name)
+        if entry is None or entry.environment != self.build.identity or entry.request != self._request_digest():
+            return False
+        if any(self.build.environ.get(name) != value for name, value in entry.variables.items()):
+            return False
+        prefix = str(self.build.root) + os.sep
+        for path, stat in entry.files:
+            if environments.signature(path if path.startswith("/") else prefix + path) != stat:
+                return False
+        return True
+
+    def _request_digest(self) -> str:
+        return digest(msgspec.json.encode(self.target.request(), order="sorted"))
+
+    def entry(self) -> Entry | None:
+        """What a null build needs to know of this target; None unless it is up to date and every stat can be trusted."""
+        if self._current:
+            return self.build.snapshot.entries.get(self.target.name)
+        if not self.outcome:
+            return self.build.snapshot.entries.get(self.target.name) if self._current is None else None
+        if self.failed is not None or any(stage not in self.outcome for stage in self.stages):
+            return None
+        files: dict[str, list[int]] = {}
+        variables: dict[str, str] = {}
+        for stage in self.stages:
+            record = self.build.records.read(self.target.name, stage)
+            if record is None:
+                return None
+            for state in (*record.inputs, *record.outputs):
+                stat = state.signature
+                if stat is None:
+                    stat = self.build.records.state(self.build.records.absolute(state.path), state.digest).signature
+                if stat is None:
+                    return None
+                files[state.path] = stat
+            variables.update(record.info.get("environment", {}))
+        return Entry(self._request_digest(), self.build.identity, sorted(files.items()), variables)
+
+    # -- question and act ---------------------------------------------------------------------------------------------
+
+    def check(self, stage: str) -> tuple[Reason, ...]:
+        """Why *stage* must be done; empty if it is up to date. Never raises for a user's mistake: `do` does."""
+        if self.current():
+            return ()
+        question = getattr(self, f"_check_{stage.partition('-')[0]}")
+        try:
+            reasons = question(stage)
+        except BuildError as error:
+            reasons = (Reason("input-changed", error.message),)
+        if not reasons:
+            self.outcome[stage] = "up-to-date"
+        self.reasons[stage] = reasons
+        return reasons
+
+    def do(self, stage: str) -> None:
+        """Do *stage*. Raises `BuildError`; whatever else is raised is a defect of the build."""
+        act = getattr(self, f"_do_{stage.partition('-')[0]}")
+        self.build.journal.tell(
+            "stage-start", target=self.target.name, stage=stage, info={"reasons": [str(r) for r in self.reasons.get(stage, ())]}
+        )
+        began = time.perf_counter()
+        try:
+            self.outcome[stage] = act(stage)
+        except BuildError as error:
+            self._fail(error, stage)
+            raise
+        except WorkerFailed as failed:
+            error = TaskError(
+                f"{failed.kind}: {failed}" if failed.kind != "died" else str(failed),
+                log=failed.log or None,
+                remedy="out of memory? try a lower -j; else see the log" if failed.kind == "died" else None,
+            )
+            self._fail(error, stage)
+            raise error from failed
+        except OSError as error:
+            wrapped = TaskError(f"{error.strerror or error}", file=error.filename, remedy="check space and permissions")
+            self._fail(wrapped, stage)
+            raise wrapped from error
+        self.build.journal.tell(
+            "stage-end", target=self.target.name, stage=stage, outcome=self.outcome[stage], seconds=time.perf_counter() - began
+        )
+
+    def _fail(self, error: BuildError, stage: str) -> None:
+        self.failed = error
+        self.release()
+        self.build.fail(error, self.target.name, stage)
+
+    def release(self) -> None:
+        """Let the process that captured the graphs end."""
+        with self._lock:
+            if self._near is not None:
+                self._near.close()
+                self._near = None
+
+    def summary(self) -> str:
+        """``failed``, ``built``, ``restored``, ``up-to-date``, or ``skipped`` where a failure elsewhere ended the build."""
+        if self.failed is not None:
+            return "failed"
+        if any(stage not in self.outcome for stage in self.stages):
+            return "skipped"
+        done = set(self.outcome.values())
+        return "built" if "built" in done else "restored" if "restored" in done else "up-to-date"
+
+    def _record(self, stage: str) -> Record | None:
+        return self.build.records.read(self.target.name, stage)
+
+    # -- parse --------------------------------------------------------------------------------------------------------
+
+    def _parse_request(self) -> dict[str, Any]:
+        target = self.target
+        return {
+            "input": target.input_ref,
+            "model": target.model,
+            "driver": target.driver,
+            "name": target.name,
+            "variables": dict(target.variables),
+            "overrides": list(target.overrides),
+            "stub": target.stub,
+            "version": PARSE_VERSION,
+        }
+
+    def _check_parse(self, stage: str) -> tuple[Reason, ...]:
+        record = self._record(stage)
+        if self.build.force:
+            return (Reason("forced"),)
+        if record is None:
+            return (Reason("first-build"),)
+        if record.made_of.get("request") != self._parse_request():
+            return compare(record.made_of.get("request"), self._parse_request()) or (Reason("request-changed"),)
+        if record.made_of.get("emitter") != _emitter():
+            return (Reason("neml2-changed"),)
+        for state in record.inputs:
+            if (how := self.build.records.changed(state)) is not None:
+                return (Reason("input-changed", f"{state.path} {how}"),)
+        for name, value in record.info["environment"].items():
+            if self.build.environ.get(name) != value:
+                return (Reason("variable-changed", f"{name}: {value!r} -> {self.build.environ.get(name)!r}"),)
+        try:
+            text = self.build.store.read(record.objects["slice"]).decode()
+        except ObjectMissing:
+            return (Reason("store-missing", "slice"),)
+        if self.target.stub and not self.build.store.has(record.objects["stub"]):
+            return (Reason("store-missing", "stub"),)
+        self.parsed = msgspec.convert({**record.info["parsed"], "slice": text, "stub": None}, parsing.Parsed)
+        self.slice, self.stub_digest = record.objects["slice"], record.objects.get("stub")
+        self.parse_files = [
+            state if state.signature else self.build.records.state(self.build.records.absolute(state.path), state.digest)
+            for state in record.inputs
+        ]
+        return ()
+
+    def _do_parse(self, stage: str) -> str:
+        previous = self._record(stage)
+        also = _blocks(previous.info.get("also", ())) if previous is not None else ()
+        return self._parse(also, previous)
+
+    def _parse(self, also: Iterable[tuple[str, str]], previous: Record | None) -> str:
+        began = time.perf_counter()
+        also = sorted(set(also))
+        parsed = parsing.parse(self.target, also=frozenset(also), environ=self.build.environ)
+        self.parsed = parsed
+        store = self.build.store
+        made_of = {
+            "stage": "parse",
+            "request": self._parse_request(),
+            "emitter": _emitter(),
+            "files": {self._name(path): found for path, found in parsed.files},
+            "environment": parsed.environment,
+            "also": [list(block) for block in also],
+        }
+        key = digest_json(made_of)
+        action = None if self.build.force else store.find(key)
+        if action is not None:
+            objects = {output.name: output.digest for output in action.outputs}
+        else:
+            texts = {"slice": parsed.slice}
+            if self.target.stub:
+                texts["stub"] = parsed.stub if parsed.stub is not None else self._stub_by_worker(parsed)
+            outputs = []
+            for name, text in texts.items():
+                found, size = store.put(text.encode())
+                outputs.append(Output(name, found, size))
+            store.record(_action(key, "parse", self.target.name, outputs, made_of, began, {}))
+            objects = {output.name: output.digest for output in outputs}
+        self.slice, self.stub_digest = objects["slice"], objects.get("stub")
+        self.parse_files = [self.build.records.state(path, found) for path, found in parsed.files]
+        for warning in parsed.warnings:
+            self.build.journal.tell("warning", target=self.target.name, stage="parse", info={"message": warning})
+        reasons = self.reasons.get("parse", ())
+        if previous is not None:
+            reasons = (*reasons, *self._slice_differences(previous.objects.get("slice")))
+            self.reasons["parse"] = reasons
+        kept = {
+            name: value for name, value in msgspec.to_builtins(parsed).items() if name not in ("slice", "stub", "stub_source")
+        }
+        self.build.records.write(
+            self.target.name,
+            Record(
+                stage="parse",
+                key=key,
+                made_of=made_of,
+                inputs=self.parse_files,
+                objects=objects,
+                reasons=list(reasons),
+                outcome="restored" if action else "built",
+                seconds=round(time.perf_counter() - began, 4),
+                time=time.time(),
+                info={"environment": parsed.environment, "parsed": kept, "also": [list(block) for block in also]},
+            ),
+        )
+        return "restored" if action is not None else "built"
+
+    def _stub_by_worker(self, parsed: parsing.Parsed) -> str:
+        target = self.target
+        future = self.build.compiler.run(
+            _stub_job, parsed.stub_source or "", target.model, target.name, target.driver is not None, target.input_ref
+        )
+        return _result(future).value
+
+    def _slice_differences(self, before: str | None) -> tuple[Reason, ...]:
+        if before is None or self.parsed is None or before == self.slice:
+            return ()
+        try:
+            changes = hit.diff_fields(self.build.store.read(before).decode(), self.parsed.slice)
+        except (ObjectMissing, BuildError):
+            return ()
+        return tuple(Reason("model-changed", change) for change in changes)
+
+    def _name(self, path: Path | str) -> str:
+        """A file's name in a key: relative to the project, or its bare name where it lies outside. Never absolute."""
+        relative = self.build.records.relative(path)
+        return f"outside/{Path(relative).name}" if Path(relative).is_absolute() else relative
+
+    # -- export -------------------------------------------------------------------------------------------------------
+
+    def _options(self) -> dict[str, Any]:
+        return export.options_of(self.target)
+
+    def _declared(self) -> list[str]:
+        """Files that the model is known to read before it is loaded: csv files, extensions, what the user declared."""
+        assert self.parsed is not None
+        files = [*self.parsed.data_files, *map(str, self.target.extra_deps)]
+        for item in self.target.load:
+            path = Path(item)
+            if path.is_dir():
+                path = path / "__init__.py"
+            if isinstance(item, Path) or path.exists():
+                files.append(str(path))
+        return files
+
+    def _base(self) -> tuple[str, dict[str, Any]]:
+        """The export key as far as it is known before the model is loaded."""
+        assert self.parsed is not None and self.slice is not None
+        files = []
+        for path in self._declared():
+            try:
+                files.append((self._name(path), self.build.digest_of(path)))
+            except OSError as error:
+                raise TaskError(
+                    f"cannot read the data file {self.build.records.relative(path)}: {error.strerror}",
+                    file=self.target.input,
+                    line=self._line_of(Path(path).name),
+                    target=self.target.name,
+                    stage="export",
+                    remedy="check the path; csv files are sought relative to the folder of the input file",
+                ) from None
+        made_of = export.key_of(self.target.model, self.slice, files, self._options(), self.build.environment.for_export())
+        made_of["load"] = [self._name(item) if isinstance(item, Path) else str(item) for item in self.target.load]
+        made_of["compiler"] = self.build.compiler_name
+        return digest_json(made_of), made_of
+
+    def _line_of(self, text: str) -> int | None:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            for number, line in enumerate(self.target.input.read_text(encoding="utf-8").splitlines(), 1):
+                if text in line:
+                    return number
+        return None
+
+    def _check_export(self, stage: str) -> tuple[Reason, ...]:
+        record = self._record(stage)
+        if self.build.force:
+            return (Reason("forced"),)
+        if record is None:
+            return (Reason("first-build"),)
+        base, made_of = self._base()
+        if record.info["base"] != base:
+            slice_changes = self._slice_differences(record.made_of.get("slice"))
+            others = tuple(
+                reason for reason in compare(record.made_of, made_of) if not (slice_changes and reason.kind == "model-changed")
+            )
+            return (*slice_changes, *others) or (Reason("request-changed"),)
+        for path, found in record.info["opened"].items():
+            absolute = self.build.records.absolute(path)
+            try:
+                same = self.build.digest_of(absolute) == found
+            except OSError:
+                same = False
+            if not same:
+                return (Reason("extension-changed" if path.endswith(".py") else "data-changed", path),)
+        self.exported = _exported(record.key, record.objects, record.info)
+        return ()
+
+    def _find_export(self, base: str) -> tuple[Action | None, list[tuple[str, str]]]:
+        """The stored result whose every file is as it was; and the blocks that the slice is known to lack."""
+        index = self.build.store.find(base)
+        if index is None:
+            return None, []
+        if index.info.get("widen"):
+            return None, _blocks(index.info["widen"])
+        for variant in index.info.get("variants", ()):
+            try:
+                same = all(
+                    self.build.digest_of(self.build.records.absolute(path)) == found
+                    for path, found in variant["opened"].items()
+                )
+            except OSError:
+                continue
+            if same and (action := self.build.store.find(variant["key"])) is not None:
+                return action, []
+        return None, []
+
+    def _do_export(self, stage: str) -> str:
+        began = time.perf_counter()
+        outcome = "restored"
+        for _ in range(8):
+            base, made_of = self._base()
+            with self.build.store.lock(base):
+                action, wider = (None, []) if self.build.force else self._find_export(base)
+                if action is None and not wider:
+                    action, wider = self._run_export(base, made_of, began)
+                    outcome = "built"
+            if action is not None:
+                break
+            if wider:
+                self._parse([*wider, *self._also()], self._record("parse"))
+        else:
+            raise TaskError("the files that the model reads keep changing while it is loaded", file=self.target.input)
+        self.exported = _exported(action.key, {output.name: output.digest for output in action.outputs}, action.info)
+        inputs = [self.build.records.state(path, self.build.digest_of(path)) for path in self._declared()]
+        inputs += [
+            self.build.records.state(self.build.records.absolute(path), found) for path, found in self.exported.opened.items()
+        ]
+        self.build.records.write(
+            self.target.name,
+            Record(
+                stage=stage,
+                key=action.key,
+                made_of=made_of,
+                inputs=list({state.path: state for state in inputs}.values()),
+                objects={output.name: output.digest for output in action.outputs},
+                reasons=list(self.reasons.get(stage, ())),
+                outcome=outcome,
+                seconds=round(time.perf_counter() - began, 4),
+                time=time.time(),
+                info={**action.info, "base": base},
+            ),
+        )
+        return outcome
+
+    def _also(self) -> list[tuple[str, str]]:
+        record = self._record("parse")
+        return _blocks(record.info.get("also", ())) if record is not None else []
+
+    def _run_export(self, base: str, made_of: dict[str, Any], began: float) -> tuple[Action | None, list[tuple[str, str]]]:
+        assert self.parsed is not None
+        request = export.Request(
+            target=self.target.name,
+            slice=self.parsed.slice,
+            blocks=tuple(map(tuple, self.parsed.all_blocks)),
+            input=str(self.target.input),
+            model=self.target.model,
+            options=self._options(),
+            load=tuple(map(str, self.target.load)),
+            keep=True,
+        )
+        done = _result(self.build.compiler.export(request, priority=self._expected("export"), cwd=str(self.build.root)))
+        result: export.Result = done.value
+        store = self.build.store
+        if result.widen:
+            if set(result.widen) <= set(map(tuple, self.parsed.blocks)):
+                raise TaskError(f"NEML2 asks for blocks that it was given: {result.widen}", file=self.target.input)
+            info = {"widen": [list(block) for block in result.widen]}
+            store.record(_action(base, "export", self.target.name, [], made_of, began, info))
+            return None, _blocks(result.widen)
+        declared = {str(Path(path).resolve()): self.build.digest_of(path) for path in self._declared()}
+        if any(declared.get(path, found) != found for path, found in result.opened):
+            return None, []
+        opened = {self.build.records.relative(path): found for path, found in result.opened if path not in declared}
+        outputs = [Output("metadata.json", *store.put(result.metadata))]
+        graphs = []
+        for graph in result.graphs:
+            outputs.append(Output(graph.name, *store.put(graph.program)))
+            graphs.append([graph.name, graph.digest, graph.inductor, graph.operations])
+        full = {**made_of, "opened": sorted([self._name(path), found] for path, found in opened.items())}
+        info = {
+            "graphs": graphs,
+            "opened": opened,
+            "random": list(result.random),
+            "cpu_seconds": round(done.usage.cpu_seconds, 3),
+            "peak_bytes": done.usage.peak_bytes,
+        }
+        action = _action(digest_json(full), "export", self.target.name, outputs, full, began, info)
+        action = msgspec.structs.replace(action, seconds=round(done.usage.seconds, 3))
+        store.record(action)
+        index = store.find(base)
+        variants = [{"key": action.key, "opened": opened}]
+        if index is not None:
+            variants += [one for one in index.info.get("variants", ()) if one["key"] != action.key]
+        store.record(_action(base, "export-index", self.target.name, [], made_of, began, {"variants": variants[:_VARIANTS]}))
+        with self._lock:
+            if self._near is not None:
+                self._near.close()
+            self._near = done.near
+        return action, []
+
+    def _expected(self, stage: str) -> float:
+        """Seconds that *stage* took last time."""
+        record = self._record(stage)
+        return record.seconds if record is not None else 0.0
+
+    # -- lower --------------------------------------------------------------------------------------------------------
+
+    def _lower_keys(self, device: str) -> list[tuple[GraphRef, str, dict[str, Any]]]:
+        """Each graph with its lower key on *device* and what that is made of."""
+        assert self.exported is not None
+        target, build = self.target, self.build
+        keys = []
+        where = device if device != "cuda" or not target.cuda_arch else "cuda:" + ",".join(sorted(target.cuda_arch))
+        environment = build.environment.for_lowering(target.march)
+        if device == "cuda":
+            environment = {
+                **environment,
+                "cuda": environments.cuda_identity(build.memo, target.cuda_arch),
+                "triton": build.environment.packages.get("triton"),
+            }
+        for graph in self.exported.graphs:
+            made_of = lower.key_of(
+                graph.digest,
+                device=where,
+                dtype=target.dtype,
+                inductor={**graph.inductor, **target.inductor},
+                march=target.march,
+                environment=environment,
+                toolchain=build.toolchain,
+            )
+            keys.append((graph, digest_json(made_of), made_of))
+        return keys
+
+    def _check_lower(self, stage: str) -> tuple[Reason, ...]:
+        device = stage.partition("-")[2]
+        record = self._record(stage)
+        if self.build.force:
+            return (Reason("forced"),)
+        if record is None:
+            return (Reason("first-build"),)
+        keys = self._lower_keys(device)
+        before = {name: (key, found) for name, key, found in record.info["graphs"]}
+        reasons: list[Reason] = []
+        lowered = []
+        for graph, key, made_of in keys:
+            if graph.name not in before:
+                reasons.append(Reason("graph-changed", f"{graph.name} is new"))
+                continue
+            old, found = before[graph.name]
+            if old != key:
+                changes = compare(record.made_of.get(graph.name), made_of)
+                reasons += [Reason(one.kind, f"{graph.name}: {one.detail}") for one in changes] or [
+                    Reason("graph-changed", graph.name)
+                ]
+            elif not self._available(found, f"{device}/{self.target.dtype}/{graph.name}"):
+                reasons.append(Reason("store-missing", graph.name))
+            else:
+                lowered.append(Lowered(graph.name, key, found))
+        reasons += [
+            Reason("graph-changed", f"{name} is gone") for name in before if name not in {graph.name for graph, _, _ in keys}
+        ]
+        if not reasons:
+            self.lowered[device] = lowered
+        return tuple(reasons)
+
+    def _available(self, found: str, name: str) -> bool:
+        """Whether the contents *found* are in the store, or intact where they were published."""
+        if self.build.store.has(found):
+            return True
+        try:
+            return digest_file(self.folder / name) == found
+        except OSError:
+            return False
+
+    def _do_lower(self, stage: str) -> str:
+        device = stage.partition("-")[2]
+        began = time.perf_counter()
+        assert self.exported is not None
+        if device == "cuda":
+            environments.require_cuda(self.build.memo, self.target.cuda_arch)
+        record = self._record(stage)
+        history = record.info.get("seconds", {}) if record is not None else {}
+        waiting: list[tuple[GraphRef, str, dict[str, Any], Future]] = []
+        for graph, key, made_of in self._lower_keys(device):
+            future = self.build.lower_once(
+                key,
+                made_of,
+                lambda graph=graph, made_of=made_of: self._lower_request(graph, device, made_of),
+                target=self.target.name,
+                stage=stage,
+                graph=graph.name,
+                priority=1e6 + history.get(graph.name, graph.operations / 1000),
+                near=self._near if device == "cpu" else None,
+            )
+            waiting.append((graph, key, made_of, future))
+        done: list[Lowered] = []
+        seconds: dict[str, float] = {}
+        notes: dict[str, list[str]] = {}
+        compiled = 0
+        first_error: BaseException | None = None
+        seen: set[str] = set()
+        for graph, key, _, future in waiting:
+            try:
+                action, made = future.result()
+            except BaseException as error:
+                if isinstance(error, BuildError):
+                    error.message = f"{graph.name}: {error.message}"
+                first_error = first_error or error
+                continue
+            made = made and key not in seen
+            seen.add(key)
+            compiled += made
+            seconds[graph.name] = action.seconds
+            if action.info.get("notes"):
+                notes[graph.name] = action.info["notes"]
+            done.append(Lowered(graph.name, key, action.outputs[0].digest))
+        self.build.counts.add(lowered=compiled, reused=len(done) - compiled)
+        if first_error is not None:
+            raise first_error
+        self.lowered[device] = done
+        outcome = "built" if compiled else "restored"
+        self.build.records.write(
+            self.target.name,
+            Record(
+                stage=stage,
+                key=digest_json([one.key for one in done]),
+                made_of={graph.name: made_of for graph, _, made_of, _ in waiting},
+                objects={one.name: one.digest for one in done},
+                reasons=list(self.reasons.get(stage, ())),
+                outcome=outcome,
+                seconds=round(time.perf_counter() - began, 4),
+                time=time.time(),
+                info={
+                    "graphs": [[one.name, one.key, one.digest] for one in done],
+                    "seconds": seconds,
+                    "lowered": compiled,
+                    "reused": len(done) - compiled,
+                    "notes": notes,
+                },
+            ),
+        )
+        return outcome
+
+    def _lower_request(self, graph: GraphRef, device: str, made_of: dict[str, Any]) -> lower.Request:
+        build, target = self.build, self.target
+        work = build.cache / "tmp" / "work"
+        work.mkdir(parents=True, exist_ok=True)
+        return lower.Request(
+            graph=graph.digest,
+            program=self._program(graph),
+            device=made_of["device"],
+            inductor=made_of["inductor"],
+            march=target.march,
+            threads=build.environment.threads_for(target.march),
+            isa=build.isa(),
+            prepared=str(build.cache / "toolchain"),
+            work=str(work),
+            stock=build.stock,
+        )
+
+    def _program(self, graph: GraphRef) -> bytes:
+        """The saved program of *graph*; captured again where the store has lost it."""
+        try:
+            return self.build.store.read(graph.program)
+        except ObjectMissing:
+            pass
+        with self._lock:
+            with contextlib.suppress(ObjectMissing):
+                return self.build.store.read(graph.program)
+            base, made_of = self._base()
+            self._run_export(base, made_of, time.perf_counter())
+            return self.build.store.read(graph.program)
+
+    # -- package ------------------------------------------------------------------------------------------------------
+
+    def _expected_files(self) -> dict[str, str]:
+        assert self.exported is not None
+        leaves = {device: [(one.name, one.digest) for one in graphs] for device, graphs in self.lowered.items()}
+        return package.files_of(self.exported.metadata, leaves, self.target.dtype)
+
+    def _check_package(self, stage: str) -> tuple[Reason, ...]:
+        record = self._record(stage)
+        if self.build.force:
+            return (Reason("forced"),)
+        if record is None:
+            return (Reason("first-build"),)
+        expected = self._expected_files()
+        published = {state.path: state for state in record.outputs}
+        reasons: list[Reason] = []
+        for name, found in expected.items():
+            path = self.build.records.relative(self.folder / name)
+            state = published.get(path)
+            if state is None or state.digest != found:
+                reasons.append(Reason("metadata-changed" if name == "metadata.json" else "package-changed", name))
+            elif (how := self.build.records.changed(state)) is not None:
+                reasons.append(Reason(f"output-{how}", path))
+        wanted = {self.build.records.relative(self.folder / name) for name in expected}
+        reasons += [Reason("package-changed", f"{path} is no longer made") for path in published if path not in wanted]
+        return tuple(reasons)
+
+    def _do_package(self, stage: str) -> str:
+        began = time.perf_counter()
+        self.release()
+        expected = self._expected_files()
+        self.build.output.mkdir(parents=True, exist_ok=True)
+
+        def materialize(found: str, path: Path) -> None:
+            try:
+                self.build.store.materialize(found, path)
+            except ObjectMissing:
+                name = path.relative_to(_tree_of(path)).as_posix()
+                if not self._republish(found, name, path):
+                    raise TaskError(
+                        f"the store lost {name} while it was published", remedy="build again: what is lost is made again"
+                    ) from None
+
+        package.publish(expected, self.folder, materialize)
+        outcome = "built" if self._fresh() else "restored"
+        outputs = [self.build.records.state(self.folder / name, found) for name, found in expected.items()]
+        self.build.records.write(
+            self.target.name,
+            Record(
+                stage=stage,
+                key=digest_json(expected),
+                made_of=dict(expected),
+                outputs=outputs,
+                reasons=list(self.reasons.get(stage, ())),
+                outcome=outcome,
+                seconds=round(time.perf_counter() - began, 4),
+                time=time.time(),
+                info={"devices": sorted(self.lowered), "random": list(self.exported.random) if self.exported else []},
+            ),
+        )
+        return outcome
+
+    def _fresh(self) -> bool:
+        """Whether anything of what is published was made in this build."""
+        return any(self.outcome.get(stage) == "built" for stage in self.stages if stage not in ("package", "stub", "parse"))
+
+    def _republish(self, found: str, name: str, path: Path) -> bool:
+        """Take contents that the store has lost from where they are published, if they are intact there."""
+        try:
+            data = (self.folder / name).read_bytes()
+        except OSError:
+            return False
+        if digest(data) != found:
+            return False
+        path.write_bytes(data)
+        with contextlib.suppress(BuildError):
+            self.build.store.put(data)
+        return True
+
+    # -- stub ---------------------------------------------------------------------------------------------------------
+
+    def _check_stub(self, stage: str) -> tuple[Reason, ...]:
+        record = self._record(stage)
+        if self.build.force:
+            return (Reason("forced"),)
+        if record is None:
+            return (Reason("first-build"),)
+        if record.key != self.stub_digest:
+            return (Reason("stub-changed"),)
+        how = self.build.records.changed(record.outputs[0])
+        return (Reason(f"output-{how}", record.outputs[0].path),) if how is not None else ()
+
+    def _do_stub(self, stage: str) -> str:
+        began = time.perf_counter()
+        assert self.stub_digest is not None
+        previous = self._record(stage)
+        try:
+            data = self.build.store.read(self.stub_digest)
+        except ObjectMissing:
+            self._parse(self._also(), self._record("parse"))
+            data = self.build.store.read(self.stub_digest)
+        self.build.output.mkdir(parents=True, exist_ok=True)
+        package.write_file(self.stub, data)
+        same = previous is not None and previous.key == self.stub_digest
+        outcome = "restored" if same or self.outcome.get("parse") != "built" else "built"
+        self.build.records.write(
+            self.target.name,
+            Record(
+                stage=stage,
+                key=self.stub_digest,
+                made_of={"text": self.stub_digest},
+                outputs=[self.build.records.state(self.stub, self.stub_digest)],
+                reasons=list(self.reasons.get(stage, ())),
+                outcome=outcome,
+                seconds=round(time.perf_counter() - began, 4),
+                time=time.time(),
+            ),
+        )
+        return outcome
+
+    # -- asking only --------------------------------------------------------------------------------------------------
+
+    def preview(self) -> list[Verdict]:
+        """What a build would do, and why, without writing anything. Raises `BuildError` where a build would."""
+        if self.current():
+            return [Verdict(stage, "up-to-date") for stage in self.stages]
+        verdicts: list[Verdict] = []
+        for stage in self.stages:
+            verdicts.append(self._preview(stage, {verdict.stage: verdict for verdict in verdicts}))
+        return verdicts
+
+    def _preview(self, stage: str, before: dict[str, Verdict]) -> Verdict:
+        kind = stage.partition("-")[0]
+        if kind == "export" and self.parsed is None:
+            return Verdict(stage, "unknown")
+        if kind == "lower" and self.exported is None:
+            return Verdict(stage, "unknown", detail="depends on the graphs that export captures")
+        if kind == "package" and any(verdict.what in ("unknown", "run") for name, verdict in before.items() if name != "parse"):
+            return Verdict(stage, "run", (Reason("package-changed"),))
+        if kind == "package" and (self.exported is None or any(f"lower-{d}" not in before for d in self.target.devices)):
+            return Verdict(stage, "unknown")
+        reasons = self.check(stage)
+        if not reasons:
+            return Verdict(stage, "up-to-date")
+        if kind == "parse":
+            record = self._record("parse")
+            also = _blocks(record.info.get("also", ())) if record is not None else ()
+            self.parsed = parsing.parse(self.target, also=frozenset(also), environ=self.build.environ)
+            self.slice = digest(self.parsed.slice)
+            self.stub_digest = digest(self.parsed.stub) if self.parsed.stub is not None else None
+            return Verdict(stage, "run", (*reasons, *(self._slice_differences(record.objects.get("slice")) if record else ())))
+        if kind == "export":
+            base, _ = self._base()
+            action, _ = (None, []) if self.build.force else self._find_export(base)
+            if action is None:
+                return Verdict(stage, "run", reasons)
+            self.exported = _exported(action.key, {output.name: output.digest for output in action.outputs}, action.info)
+            return Verdict(stage, "restore", reasons)
+        if kind == "lower":
+            device = stage.partition("-")[2]
+            keys = self._lower_keys(device)
+            found = (
+                [] if self.build.force else [action for _, key, _ in keys if (action := self.build.store.find(key)) is not None]
+            )
+            detail = f"{len(keys) - len(found)} of {len(keys)} graphs to compile"
+            if len(found) == len(keys):
+                self.lowered[device] = [
+                    Lowered(graph.name, key, action.outputs[0].digest)
+                    for (graph, key, _), action in zip(keys, found, strict=True)
+                ]
+                return Verdict(stage, "restore", reasons, detail)
+            return Verdict(stage, "run", reasons, detail)
+        return Verdict(stage, "restore" if kind == "package" else "run", reasons)
+
+    def clean(self) -> list[Path]:
+        """Remove what is published of this target and its records; what was removed. The store keeps its contents."""
+        import shutil
+
+        removed = []
+        if self.folder.is_dir() and not self.folder.is_symlink():
+            shutil.rmtree(self.folder)
+            removed.append(self.folder)
+        if self.stub.exists():
+            self.stub.unlink()
+            removed.append(self.stub)
+        self.build.records.forget(self.target.name, self.stages)
+        self._current = False
+        self.outcome = {}
+        return removed
+
+
+# -- small things -----------------------------------------------------------------------------------------------------
+
+
+def _tree_of(path: Path) -> Path:
+    """The root of the tree that is being made at *path*: the folder below the staging folder's scratch."""
+    for parent in path.parents:
+        if parent.parent.parent.name == package.STAGING:
+            return parent
+    return path.parent
+
+
+def _blocks(blocks: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
+    return [(section, name) for section, name in blocks]
+
+
+def _exported(key: str, objects: dict[str, str], info: dict[str, Any]) -> Exported:
+    return Exported(
+        key=key,
+        graphs=tuple(
+            GraphRef(name, found, objects[name], inductor, operations) for name, found, inductor, operations in info["graphs"]
+        ),
+        metadata=objects["metadata.json"],
+        opened=dict(info["opened"]),
+        random=tuple(info["random"]),
+    )
+
+
+def _action(
+    key: str, stage: str, target: str, outputs: Sequence[Output], made_of: dict[str, Any], began: float, info: dict[str, Any]
+) -> Action:
+    return Action(
+        key=key,
+        stage=stage,
+        target=target,
+        outputs=tuple(outputs),
+        made_of=made_of,
+        seconds=round(time.perf_counter() - began, 3),
+        created=round(time.time(), 3),
+        info=info,
+    )
+
+
+def _result(future: Future) -> Done:
+    """The result of *future*."""
+    return future.result()
+
+
+def _copy(done: Future, shared: Future) -> None:
+    """Pass on to *shared* what another target's request made: for this one it is a reuse."""
+    error = done.exception()
+    if error is not None:
+        shared.set_exception(error)
+    else:
+        shared.set_result((done.result()[0], False))
+
+
+def _stub_job(text: str, model: str, artifact: str, keep_drivers: bool, input_name: str) -> str:
+    return stub_text_in_worker(text, model=model, artifact=artifact, keep_drivers=keep_drivers, input_name=input_name)
+
+
+def _emitter() -> str | None:
+    from neml2_build.stages.stub import emitter_digest
+
+    return emitter_digest()
