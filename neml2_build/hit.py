@@ -416,26 +416,26 @@ def _single_field(text: str) -> _Field | None:
     return _field(item, item.fullpath(), Path("<manifest>"))
 
 
-_OVERRIDE = re.compile(r"\s*[^\s=:'\"\[\]#]+(?::(?!=)[^\s=:'\"\[\]#]+)*\s*(:?=)")
+#: The path may lead through sections of any name, but for the characters that end a name.
+_OVERRIDE = re.compile(r"\s*(?P<path>[^\s=:'\"\[\]#]+(?::(?!=)[^\s=:'\"\[\]#]+)*)\s*(?P<operator>:?=)(?P<value>.*)", re.DOTALL)
 
 
 def _override(items: tuple[_Item, ...], text: str, main: Path) -> tuple[_Item, ...]:
     """*items* with the override *text* applied. Raises `RequestError` where it names nothing."""
-    head = _OVERRIDE.match(text)
+    head = _OVERRIDE.fullmatch(text)
+    segments = head["path"].strip("/").split("/") if head else []
     new, problem = None, ""
     try:
-        new = _single_field(text) if head else None
+        new = _single_field(f"{segments[-1]} = {head['value']}") if head else None
     except nmhit.Error as error:
         problem = f": {error.messages[0].message}"
-    if head is None or new is None:
+    if head is None or new is None or new.name != segments[-1]:
         raise RequestError(
             f"override {text!r} is not PATH:=VALUE{problem}",
             file=main,
             remedy="for example Solvers/newton/abs_tol:=1e-10; a value with spaces needs single quotes",
         )
-    segments = new.name.split("/")
-    new = replace(new, name=segments[-1])
-    adds = head[1] == "="
+    adds = head["operator"] == "="
 
     def applied(level: tuple[_Item, ...], depth: int) -> tuple[_Item, ...] | None:
         """*level* with the field in it; None where the path leads nowhere."""
@@ -650,7 +650,7 @@ def _fields_of(items: Iterable[_Item]) -> Iterator[_Field]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, [other for other in known if other != name], n=1, cutoff=0.5)
     return f"; nearest: {close[0]}" if close else ""
 
 
@@ -918,7 +918,10 @@ def _quoted(value: str) -> str | None:
     """*value* in single quotes if nmhit reads the same back, else None."""
     if _PLAIN.fullmatch(value):
         return f"'{value}'"
-    return f"'{value}'" if "'" not in value and _reads_as(f"'{value}'", value) else None
+    # a ${...} that the value itself holds (an environment variable may) would be expanded, or crash nmhit
+    if "'" in value or "${" in value:
+        return None
+    return f"'{value}'" if _reads_as(f"'{value}'", value) else None
 
 
 def _verbatim(value: str) -> str | None:
