@@ -1,0 +1,210 @@
+"""Which vector instructions torch may use: asked once a machine, then told to torch.
+
+A fresh process that lowers its first graph spends about 21 s of CPU (torch 2.12.1, AVX-512 with AMX) on ten small compiles
+and ten Python processes that load the result, before it compiles anything of the model: AVX-512 twice, its BF16 part, VNNI,
+AMX, AVX2. `probe` lets torch ask these questions once and writes the answers down; `prime` gives the written answers to the
+same questions. The decision stays torch's own code, so what is picked is what torch would pick.
+
+For a named level (``march = "x86-64-v3"``) nothing of the host is asked: `isa_for` says what the level allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from neml2_build.digest import digest
+
+#: Raised when what `probe` returns changes its meaning.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a named architecture level means to torch and to the compiler.
+
+    Attributes
+    ----------
+    vec_isa
+        Name of the class in ``torch._inductor.cpu_vec_isa``, or None for scalar code.
+    simdlen
+        Width in bits of the vectors that inductor writes; 0 for scalar code.
+    flags
+        What is put in the place of ``-march=native``.
+    """
+
+    vec_isa: str | None
+    simdlen: int
+    flags: tuple[str, ...]
+
+
+_X86 = {"x86-64": (None, 0), "x86-64-v2": (None, 0), "x86-64-v3": ("VecAVX2", 256), "x86-64-v4": ("VecAVX512", 512)}
+
+
+def isa_for(march: str) -> Level | None:
+    """What *march* allows, or None for ``native``, where torch decides.
+
+    ``VecAVX512`` asks for ``-mavx512f/dq/vl/bw -mfma`` and ``VecAVX2`` for ``-mavx2 -mfma -mf16c``: all of them are part of
+    v4 and v3. torch's wider classes (VNNI, AMX, BF16) are not, so they are never picked for a level, whatever the host has.
+    Any name that is not known to have vectors gives scalar code, which runs wherever the compiler's code runs.
+    """
+    if march == "native":
+        return None
+    if march in _X86:
+        vec_isa, simdlen = _X86[march]
+        return Level(vec_isa, simdlen, (f"-march={march}",))
+    if march.startswith(("armv8", "armv9")):
+        return Level("VecNEON", 128, (f"-march={march}",))
+    return Level(None, 0, (f"-march={march}",))
+
+
+def probe() -> dict[str, Any]:
+    """Let torch find out what this machine can do, and write its questions and answers down.
+
+    Runs in a worker that has not lowered anything. Takes seconds to tens of seconds, mostly g++.
+
+    Returns
+    -------
+    dict
+        JSON: ``answers`` (question -> bool), ``picked``, ``flags`` (for `prime` and for display), ``torch``, ``compiler``.
+    """
+    import torch
+    from torch._inductor import config, cpp_builder, cpu_vec_isa
+
+    answers: dict[str, bool] = {}
+    stock = cpu_vec_isa.VecISA.check_build
+
+    def record(self: Any, code: str) -> bool:
+        answers[_question(code, self._arch_flags)] = answer = stock(self, code)
+        return answer
+
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    with _replaced(cpu_vec_isa.VecISA, "check_build", record):
+        picked = cpu_vec_isa.pick_vec_isa()
+        flags = picked.build_arch_flags()
+    compiler = cpp_builder.get_cpp_compiler()
+    return {
+        "version": VERSION,
+        "torch": torch.__version__,
+        "answers": answers,
+        "picked": str(picked),
+        "flags": flags,
+        "compiler": {"search": _searched(config), "found": compiler, "intel": cpp_builder._is_intel_compiler(compiler)},
+    }
+
+
+def silent() -> dict[str, Any]:
+    """What `prime` takes so that no compiler is looked for, where none is going to run."""
+    import torch
+    from torch._inductor import config
+
+    compiler = {"search": _searched(config), "found": "g++", "intel": False}
+    return {"version": VERSION, "torch": torch.__version__, "answers": {}, "compiler": compiler}
+
+
+@contextlib.contextmanager
+def prime(result: dict[str, Any] | None, march: str = "native") -> Iterator[list[str]]:
+    """Give torch the answers of *result* for as long as this context lasts; for a named *march*, the level's vectors.
+
+    A question that *result* does not answer is asked as torch would. Where torch is not built as expected, nothing is
+    replaced.
+
+    Yields
+    ------
+    list of str
+        Notes: what was not as expected.
+    """
+    import torch
+    from torch._inductor import cpp_builder, cpu_vec_isa
+
+    notes: list[str] = []
+    with contextlib.ExitStack() as stack:
+        if result is not None and (result.get("version") != VERSION or result.get("torch") != torch.__version__):
+            notes.append("the stored probe of the CPU is of another torch: torch probes by itself")
+            result = None
+        if result is not None:
+            _prime_builds(stack, cpu_vec_isa, result["answers"], notes)
+            _prime_compiler(stack, cpp_builder, result["compiler"], notes)
+        level = isa_for(march)
+        if level is not None:
+            _prime_level(stack, cpu_vec_isa, level)
+        yield notes
+
+
+def _prime_builds(stack: contextlib.ExitStack, cpu_vec_isa: Any, answers: dict[str, bool], notes: list[str]) -> None:
+    # torch/_inductor/cpu_vec_isa.py, class VecISA:
+    #     def check_build(self, code: str) -> bool:
+    # is where each probe compiles and loads; every __bool__ of the classes goes through it.
+    stock = getattr(cpu_vec_isa.VecISA, "check_build", None)
+    if stock is None or list(inspect.signature(stock).parameters) != ["self", "code"]:
+        notes.append("this torch has no VecISA.check_build: it probes the CPU by itself")
+        return
+
+    def answered(self: Any, code: str) -> bool:
+        answer = answers.get(_question(code, self._arch_flags))
+        return stock(self, code) if answer is None else answer
+
+    stack.enter_context(_replaced(cpu_vec_isa.VecISA, "check_build", answered))
+
+
+def _prime_compiler(stack: contextlib.ExitStack, cpp_builder: Any, compiler: dict[str, Any], notes: list[str]) -> None:
+    # torch/_inductor/cpp_builder.py:
+    #     def cpp_compiler_search(search: str) -> str:      runs `CXX --version`
+    #     def _is_intel_compiler(cpp_compiler: str) -> bool:    runs `CXX --version`
+    # Both are cached in the process, and each costs a process of 10 ms in every fresh one.
+    search, found, intel = tuple(compiler["search"]), compiler["found"], compiler["intel"]
+    if not hasattr(cpp_builder, "cpp_compiler_search") or not hasattr(cpp_builder, "_is_intel_compiler"):
+        notes.append("this torch looks for its compiler in another way: it does so by itself")
+        return
+    stock_search, stock_intel = cpp_builder.cpp_compiler_search, cpp_builder._is_intel_compiler
+
+    def searched(asked: Any) -> str:
+        return found if tuple(asked) == search else stock_search(asked)
+
+    def is_intel(asked: str) -> bool:
+        return intel if asked == found else stock_intel(asked)
+
+    stack.enter_context(_replaced(cpp_builder, "cpp_compiler_search", searched))
+    stack.enter_context(_replaced(cpp_builder, "_is_intel_compiler", is_intel))
+
+
+def _prime_level(stack: contextlib.ExitStack, cpu_vec_isa: Any, level: Level) -> None:
+    # torch/_inductor/cpu_vec_isa.py, which pick_vec_isa takes its choice from:
+    #     def valid_vec_isa_list() -> list[VecISA]:
+    # An instance of our own, because a probe of the host leaves "has BF16" in torch's.
+    known = [] if level.vec_isa is None else [getattr(cpu_vec_isa, level.vec_isa)()]
+    stack.enter_context(_replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: known))
+    stack.enter_context(_without_variable("ATEN_CPU_CAPABILITY"))  # the host's, read by get_isa_from_cpu_capability
+
+
+def _searched(config: Any) -> list[Any]:
+    """Names of compilers in the order in which torch looks for them (``cpp_builder.get_cpp_compiler``)."""
+    return list(config.cpp.cxx) if isinstance(config.cpp.cxx, (list, tuple)) else [config.cpp.cxx]
+
+
+def _question(code: str, flags: str) -> str:
+    return f"{digest(code)} {flags}"
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    stock = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
+
+
+@contextlib.contextmanager
+def _without_variable(name: str) -> Iterator[None]:
+    stock = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if stock is not None:
+            os.environ[name] = stock
