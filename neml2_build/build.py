@@ -1199,21 +1199,10 @@ class TargetRun:
             return Verdict(stage, "run", reasons, detail)
         return Verdict(stage, "restore" if kind == "package" else "run", reasons)
 
-    def clean(self) -> list[Path]:
-        """Remove what is published of this target and its records; what was removed. The store keeps its contents."""
-        import shutil
-
-        removed = []
-        if self.folder.is_dir() and not self.folder.is_symlink():
-            shutil.rmtree(self.folder)
-            removed.append(self.folder)
-        if self.stub.exists():
-            self.stub.unlink()
-            removed.append(self.stub)
-        self.build.records.forget(self.target.name, self.stages)
+    def forget(self) -> None:
+        """Have the next question answered without the memory of this build: the outputs were removed."""
         self._current = False
         self.outcome = {}
-        return removed
 
 
 # -- small things -----------------------------------------------------------------------------------------------------

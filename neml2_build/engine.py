@@ -110,7 +110,7 @@ def execute(build: Build, runs: Sequence[TargetRun], *, keep_going: bool) -> Non
         build.journal.tell("target-planned", target=run.target.name, info={"stages": list(run.stages)})
     tasks = list(generate_tasks("neml2", tasks_of(stale, _hopeless(stale, without))))
     # Tasks of one target follow each other, so that its graphs are lowered while the process that captured them lives.
-    threads = max(2, min(len(stale) * 2, 3 * build.jobs + 2))
+    threads = max(2, min(len(stale) * 2, 2 * build.jobs + 2))
     config = {
         "backend": "memory",
         "dep_file": "unused",

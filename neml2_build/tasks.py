@@ -1,8 +1,8 @@
 """Targets as doit tasks: ``parse:NAME``, ``export:NAME``, ``lower-cpu:NAME``, ``package:NAME``, ``stub:NAME``.
 
-doit gives the order, the selection and the commands that its users know; it is asked for nothing else. Its own notion of what is
-up to date is not used (it trusts the existence of targets, marks an input that was edited during a task as built, and loses
-its database to SIGKILL): each task has one ``uptodate`` callable, which asks the records, and whose repr says the reason.
+doit gives the order, the selection and the commands that its users know; it is asked for nothing else. Its own notion of
+what is up to date is not used (it trusts the existence of targets, marks an input that was edited during a task as built, and
+loses its database to SIGKILL): each task has one ``uptodate`` callable, which asks the records, and whose repr says the reason.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from doit.exceptions import TaskFailed
 
 from neml2_build.build import Build, TargetRun
+from neml2_build.clean import removable, remove
 from neml2_build.errors import BuildError
 from neml2_build.manifest import Manifest
 
@@ -129,8 +130,8 @@ def _act(run: TargetRun, stage: str) -> TaskFailed | None:
 
 
 def _clean(run: TargetRun, dryrun: bool) -> None:
-    for path in (run.folder, run.stub):
-        if path.exists():
-            print(f"{run.target.name} - {'would remove' if dryrun else 'removing'} '{path}'")
-    if not dryrun:
-        run.clean()
+    for name, paths in removable(run.build, [run.target.name]):
+        for path in paths:
+            print(f"{name} - {'would remove' if dryrun else 'removing'} '{path}'")
+        if not dryrun:
+            remove(run.build, name, paths)
