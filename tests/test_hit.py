@@ -373,9 +373,18 @@ def test_includes_are_relative_to_the_file_that_holds_them(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["!include x.i", "  !include x.i  \n", "[A] !include x.i\n[]", "a=1 !include x.i\n", "[B]\n[]!include x.i\n",
-     "!include\tx.i\r\n", "a = '!include y.i'\n# !include y.i\nb = a!include\n!include x.i # it's\n", "a='''\n!include y.i\n'''\n!include x.i\n"],
-)  # fmt: skip
+    [
+        "!include x.i",
+        "  !include x.i  \n",
+        "[A] !include x.i\n[]",
+        "a=1 !include x.i\n",
+        "[B]\n[]!include x.i\n",
+        "!include\tx.i\r\n",
+        "a = '!include y.i'\n# !include y.i\nb = a!include\n!include x.i # it's\n",
+        "a='''\n!include y.i\n'''\n!include x.i\n",
+        "#include 0 \n!include x.i\n",
+    ],
+)
 def test_what_is_an_include_and_what_is_not(tmp_path, text):
     path = tmp_path / "a.i"
     path.write_bytes(text.encode())
@@ -570,9 +579,8 @@ def bodies(draw, depth: int, files: dict[str, str]) -> str:
         for name in draw(st.lists(st.sampled_from(NAMES), max_size=2)):
             lines.append(f"[{name}]\n{draw(bodies(depth - 1, files))}\n[]")
         lines = draw(st.permutations(lines))
-    text = "\n".join(
-        itertools.chain.from_iterable((line, *draw(st.sampled_from([[], [""], ["# it's a comment"]]))) for line in lines)
-    )
+    remarks = st.sampled_from([[], [""], ["# it's a comment"]])
+    text = "\n".join(part for line in lines for part in (line, *draw(remarks)))
     if depth and draw(st.integers(0, 4)) == 0:
         name = f"part{len(files)}.i"
         files[name] = text
