@@ -99,6 +99,7 @@ def unpack(store: Store, file: Path | str) -> UnpackReport:
     """
     path = Path(file)
     try:
+        _check_end(path)
         with tarfile.open(path, "r:") as archive:
             members = {member.name: member for member in archive.getmembers()}
             for name, member in members.items():
@@ -115,6 +116,15 @@ def unpack(store: Store, file: Path | str) -> UnpackReport:
         raise RequestError(
             f"this is no intact pack: {reason}", file=path, remedy="make it again with `neml2-build cache pack FILE`"
         ) from None
+
+
+def _check_end(path: Path) -> None:
+    """Raise ``ValueError`` for a pack that was cut off: tarfile takes one that ends between two members for whole."""
+    with path.open("rb") as stream:
+        size = stream.seek(0, io.SEEK_END)
+        stream.seek(max(0, size - 2 * tarfile.BLOCKSIZE))
+        if not size or size % tarfile.RECORDSIZE or stream.read().strip(b"\0"):
+            raise ValueError("its end is missing")
 
 
 def _take(store: Store, records: list[str], content: Callable[[str, int], bytes]) -> UnpackReport:

@@ -73,6 +73,7 @@ _RECORD_LIMIT = 16 << 20
 _LIES = frozenset({"remote-record-broken", "remote-replayed", "remote-signature-wrong", "remote-object-broken"})
 _MANY_LIES = 5
 _SLOWEST = 1_000_000.0  # bytes a second
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Report = Callable[[str, str, str], None]
@@ -170,7 +171,7 @@ def open_record(data: bytes, key: str | None, keys: Keys | None) -> Opened:
     try:
         envelope = msgspec.json.decode(_inflate(_from_message(data), _RECORD_LIMIT), type=_Envelope)
         body = envelope.body.encode()
-    except (ValueError, msgspec.MsgspecError, zlib.error) as error:
+    except (ValueError, msgspec.MsgspecError, zlib.error, RecursionError) as error:
         raise Refused("remote-record-broken", str(error)) from None
     if keys:
         keys.verify(_CONTEXT + body, envelope.signatures)
@@ -179,16 +180,28 @@ def open_record(data: bytes, key: str | None, keys: Keys | None) -> Opened:
         if version != FORMAT:
             raise Refused("remote-record-version", f"format {version}, this version reads {FORMAT}")
         opened = msgspec.json.decode(body, type=_Body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise Refused("remote-record-broken", str(error)) from None
     if key is not None and opened.action.key != key:
         raise Refused("remote-replayed", f"asked for {key}, got {opened.action.key[:64]}")
-    names = {output.digest for output in opened.action.outputs}
-    if not re.fullmatch(r"[0-9a-f]{32}", opened.action.key) or names - opened.sha256.keys() or names - envelope.blobs.keys():
-        raise Refused("remote-record-broken", "it does not name what it must")
-    if not all(_SHA256.fullmatch(blob.sha256) for blob in envelope.blobs.values()):
-        raise Refused("remote-record-broken", "it names something that is no sha256")
+    if not _is_sound(opened, envelope.blobs):
+        raise Refused("remote-record-broken", "it names something that it must not, or not what it must")
     return Opened(opened.action, opened.sha256, envelope.blobs, envelope.signatures)
+
+
+def _is_sound(body: _Body, blobs: Mapping[str, _Blob]) -> bool:
+    """Whether every name is of its kind, and each output has its contents: a stranger's names never become paths."""
+    return bool(_DIGEST.fullmatch(body.action.key)) and all(
+        _DIGEST.fullmatch(output.digest)
+        and output.size >= 0
+        and not {"..", "", "."} & set(re.split(r"[/\\]", output.name))
+        and "\0" not in output.name
+        and _SHA256.fullmatch(body.sha256.get(output.digest, ""))
+        and (blob := blobs.get(output.digest)) is not None
+        and _SHA256.fullmatch(blob.sha256)
+        and blob.size >= 0
+        for output in body.action.outputs
+    )
 
 
 def open_blob(packed: bytes, output: Output, opened: Opened) -> bytes:
