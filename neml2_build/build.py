@@ -166,6 +166,7 @@ class Build:
         )
         self.targets = manifest.targets(self._models_of)
         self.runs = {target.name: TargetRun(self, target) for target in self.targets}
+        self.journal.tell("build-start", info={"began": self.journal.began, "jobs": self.jobs, "targets": len(self.runs)})
 
     # -- what is shared -----------------------------------------------------------------------------------------------
 
@@ -353,7 +354,7 @@ class Build:
                 graph=how["graph"],
                 outcome="built",
                 seconds=result.usage.seconds,
-                info={"cpu_seconds": round(result.usage.cpu_seconds, 3), "peak_bytes": result.usage.peak_bytes},
+                info={**info, "bytes": size},
             )
             future.set_result((action, True))
 
@@ -815,6 +816,13 @@ class TargetRun:
         done = _result(self.build.compiler.export(request, priority=self._expected("export"), cwd=str(self.build.root)))
         result: export.Result = done.value
         store = self.build.store
+        self.build.journal.tell(
+            "job-end",
+            target=self.target.name,
+            stage="export",
+            seconds=done.usage.seconds,
+            info={"cpu_seconds": round(done.usage.cpu_seconds, 3), "peak_bytes": done.usage.peak_bytes},
+        )
         if result.widen:
             if set(result.widen) <= set(map(tuple, self.parsed.blocks)):
                 raise TaskError(f"NEML2 asks for blocks that it was given: {result.widen}", file=self.target.input)
