@@ -1,4 +1,4 @@
-"""The process that workers are forked from: it has imported torch and NEML2 once, and has run nothing.
+"""The process that workers are forked from: it has imported torch and NEML2 once, and has run no kernel.
 
 Importing torch, NEML2 and inductor takes 3.7 s here; a fork of a process that has done so takes 10 ms, and starts as clean
 as a new interpreter: extensions, the CSV cache and the type registry of one target never reach another. The rule that makes
@@ -116,6 +116,9 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
+    from neml2_build import toolchain
+
+    toolchain.warm()
     gc.collect()
     gc.freeze()  # the collector of a child would otherwise touch, and so copy, every page
 

@@ -74,9 +74,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def probe() -> dict[str, Any]:
     """Ask torch once what this CPU can do (11 s of compiles). Runs in a worker."""
+    import json
+
     from neml2_build.toolchain import isa
 
-    return isa.probe()
+    # Plain values only: torch's version is a class of torch, which the process that asked would import to unpickle it.
+    return json.loads(json.dumps(isa.probe()))
 
 
 def job(request: Request) -> Result:
