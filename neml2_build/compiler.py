@@ -8,7 +8,9 @@ can pass for the real thing.
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -86,6 +88,8 @@ class FakeCompiler:
     """Deterministic bytes in place of compiled code; counts its calls in `calls`.
 
     Fields that steer it: ``fail = 'export'`` or ``'lower'`` in a block of ``[Models]`` makes that stage of it fail.
+    ``NEML2_BUILD_FAKE_DELAY`` is how many seconds each call takes; to the file ``NEML2_BUILD_FAKE_LOG`` each call adds a line
+    when it ends (what, the target or the graph, process), so that the calls of several processes are counted together.
     """
 
     name = "fake"
@@ -94,27 +98,34 @@ class FakeCompiler:
     def __init__(self, jobs: int = 2) -> None:
         self._pool = ThreadPoolExecutor(jobs)
         self._lock = threading.Lock()
+        self._delay = float(os.environ.get("NEML2_BUILD_FAKE_DELAY") or 0)
+        self._log = os.environ.get("NEML2_BUILD_FAKE_LOG")
         self.calls: Counter[str] = Counter()
 
     def export(self, request: export.Request, *, priority: float, cwd: str) -> Future:
-        return self._pool.submit(self._done, "export", self._export, request)
+        return self._pool.submit(self._done, "export", request.target, self._export, request)
 
     def lower(self, request: lower.Request, *, priority: float, near: Near | None) -> Future:
-        return self._pool.submit(self._done, "lower", self._lower, request)
+        return self._pool.submit(self._done, "lower", request.graph, self._lower, request)
 
     def probe(self) -> Future:
-        return self._pool.submit(self._done, "probe", dict)
+        return self._pool.submit(self._done, "probe", "", dict)
 
     def run(self, function: Any, *arguments: Any) -> Future:
-        return self._pool.submit(self._done, "run", function, *arguments)
+        return self._pool.submit(self._done, "run", "", function, *arguments)
 
     def close(self, *, kill: bool) -> None:
         self._pool.shutdown(wait=not kill, cancel_futures=True)
 
-    def _done(self, what: str, work: Any, *arguments: Any) -> Done:
+    def _done(self, what: str, subject: str, work: Any, *arguments: Any) -> Done:
         with self._lock:
             self.calls[what] += 1
-        return Done(work(*arguments), Usage(0.0, 0.0, 0))
+        time.sleep(self._delay)
+        done = Done(work(*arguments), Usage(0.0, 0.0, 0))
+        if self._log:
+            with open(self._log, "ab", buffering=0) as log:
+                log.write(f"{what} {subject} {os.getpid()}\n".encode())
+        return done
 
     def _export(self, request: export.Request) -> export.Result:
         values = hit.fields(request.slice)
@@ -131,6 +142,10 @@ class FakeCompiler:
             if not file.exists():
                 raise TaskError(f"no such file: {file.name}", file=request.input, target=request.target, stage="export")
         contents = [digest(file.read_bytes()) for file in files]
+        promoted = {}
+        for parameter in request.options["promoted"]:
+            block, _, field = parameter.partition(".")
+            promoted[parameter] = leaves.get(block, {}).pop(field, None)
         graphs = []
         for name, fields in sorted(leaves.items()):
             if fields.get("fail") == "export":
@@ -145,6 +160,7 @@ class FakeCompiler:
             "graphs": [graph.name for graph in graphs],
             "solvers": {path: value for path, value in values.items() if path.startswith("Solvers/")},
             "aliases": request.options["renames"],
+            "parameters": promoted,
         }
         return export.Result(
             graphs=tuple(graphs),
