@@ -20,7 +20,8 @@ import click
 from neml2_build.errors import BuildError
 
 if TYPE_CHECKING:
-    from neml2_build.build import Build, TargetRun
+    from neml2_build.build import Build
+    from neml2_build.target import TargetRun
 
 #: Command → where it is defined. Loaded when called, or for the list of commands.
 COMMANDS = {

@@ -13,9 +13,10 @@ from doit.cmd_base import TaskLoader2
 from doit.doit_cmd import DoitMain
 from doit.loader import generate_tasks
 
-from neml2_build.build import Build, TargetRun
+from neml2_build.build import Build
 from neml2_build.environment import cuda_device
 from neml2_build.errors import BuildError, TaskError
+from neml2_build.target import TargetRun
 from neml2_build.tasks import tasks_of
 
 

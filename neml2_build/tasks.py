@@ -13,10 +13,11 @@ from typing import Any
 
 from doit.exceptions import TaskFailed
 
-from neml2_build.build import Build, TargetRun
+from neml2_build.build import Build
 from neml2_build.clean import removable, remove
 from neml2_build.errors import BuildError
 from neml2_build.manifest import Manifest
+from neml2_build.target import TargetRun
 
 
 class Check:

@@ -1,0 +1,927 @@
+"""The five stages of one target: for each a question (`TargetRun.check`) and an act (`TargetRun.do`).
+
+The question is whether what is there is what a build would make, and if not, why; it is answered from records of contents. A
+stage sees only the results of the stage before it, so a comment edit ends at the slice and a tolerance edit at the graphs.
+doit asks the one and runs the other, in order; dry runs and `explain` ask only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from neml2_build import environment as environments
+from neml2_build import hit
+from neml2_build.digest import digest, digest_file, digest_json
+from neml2_build.errors import BuildError, TaskError
+from neml2_build.manifest import Target
+from neml2_build.reasons import Reason, compare
+from neml2_build.records import Entry, FileState, Record
+from neml2_build.stages import export, lower, package
+from neml2_build.stages import parse as parsing
+from neml2_build.stages.stub import emitter_digest, stub_text_in_worker
+from neml2_build.store import Action, ObjectMissing, Output
+from neml2_build.workers import Near, WorkerFailed
+
+if TYPE_CHECKING:
+    from neml2_build.build import Build
+
+#: Raised when the slice or the stub is made differently.
+PARSE_VERSION = 1
+_VARIANTS = 16
+
+
+@dataclass(frozen=True)
+class GraphRef:
+    """A captured graph without its bytes: file name of its package, digest, object of the program, options, operations."""
+
+    name: str
+    digest: str
+    program: str
+    inductor: dict[str, Any]
+    operations: int
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What export found: graphs, digest of ``metadata.json``, files that were read, tensors that are random."""
+
+    key: str
+    graphs: tuple[GraphRef, ...]
+    metadata: str
+    opened: dict[str, str]
+    random: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One graph on one device: file name, key, digest of the package."""
+
+    name: str
+    key: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a build would do at a stage: ``up-to-date``, ``restore``, ``run`` or ``unknown``, and why."""
+
+    stage: str
+    what: str
+    reasons: tuple[Reason, ...] = ()
+    detail: str = ""
+
+
+class TargetRun:
+    """The stages of one target in one build."""
+
+    def __init__(self, build: Build, target: Target) -> None:
+        self.build = build
+        self.target = target
+        self.folder = build.output / target.name
+        self.stub = build.output / f"{target.name}_aoti.i"
+        self.stages = (
+            "parse",
+            "export",
+            *(f"lower-{device}" for device in target.devices),
+            "package",
+            *(("stub",) if target.stub else ()),
+        )
+        self.outcome: dict[str, str] = {}
+        self.reasons: dict[str, tuple[Reason, ...]] = {}
+        self.failed: BuildError | None = None
+        self.parsed: parsing.Parsed | None = None
+        self.slice: str | None = None
+        self.stub_digest: str | None = None
+        self.parse_files: list[FileState] = []
+        self.exported: Exported | None = None
+        self.lowered: dict[str, list[Lowered]] = {}
+        self._near: Near | None = None
+        self._current: bool | None = None
+        self._lock = threading.RLock()
+
+    # -- the fast way -------------------------------------------------------------------------------------------------
+
+    def current(self) -> bool:
+        """Whether stats alone show that nothing changed since the target was last found up to date."""
+        if self._current is None:
+            self._current = not self.build.force and self._unchanged()
+            if self._current:
+                self.outcome = dict.fromkeys(self.stages, "up-to-date")
+        return self._current
+
+    def _unchanged(self) -> bool:
+        entry = self.build.snapshot.entries.get(self.target.name)
+        if entry is None or entry.environment != self.build.identity or entry.request != self._request_digest():
+            return False
+        if any(self.build.environ.get(name) != value for name, value in entry.variables.items()):
+            return False
+        prefix = str(self.build.root) + os.sep
+        for path, stat in entry.files:
+            if environments.signature(path if path.startswith("/") else prefix + path) != stat:
+                return False
+        return True
+
+    def _request_digest(self) -> str:
+        return digest(msgspec.json.encode(self.target.request(), order="sorted"))
+
+    def entry(self) -> Entry | None:
+        """What a null build needs to know of this target; None unless it is up to date and every stat can be trusted."""
+        if self._current:
+            return self.build.snapshot.entries.get(self.target.name)
+        if not self.outcome:
+            return self.build.snapshot.entries.get(self.target.name) if self._current is None else None
+        if self.failed is not None or any(stage not in self.outcome for stage in self.stages):
+            return None
+        files: dict[str, list[int]] = {}
+        variables: dict[str, str] = {}
+        for stage in self.stages:
+            record = self.build.records.read(self.target.name, stage)
+            if record is None:
+                return None
+            for state in (*record.inputs, *record.outputs):
+                stat = state.signature
+                if stat is None:
+                    stat = self.build.records.state(self.build.records.absolute(state.path), state.digest).signature
+                if stat is None:
+                    return None
+                files[state.path] = stat
+            variables.update(record.info.get("environment", {}))
+        return Entry(self._request_digest(), self.build.identity, sorted(files.items()), variables)
+
+    # -- question and act ---------------------------------------------------------------------------------------------
+
+    def check(self, stage: str) -> tuple[Reason, ...]:
+        """Why *stage* must be done; empty if it is up to date. Never raises for a user's mistake: `do` does."""
+        if self.current():
+            return ()
+        question = getattr(self, f"_check_{stage.partition('-')[0]}")
+        try:
+            reasons = question(stage)
+        except BuildError as error:
+            reasons = (Reason("input-changed", error.message),)
+        if not reasons:
+            self.outcome[stage] = "up-to-date"
+        self.reasons[stage] = reasons
+        return reasons
+
+    def do(self, stage: str) -> None:
+        """Do *stage*. Raises `BuildError`; whatever else is raised is a defect of the build."""
+        act = getattr(self, f"_do_{stage.partition('-')[0]}")
+        self.build.journal.tell(
+            "stage-start", target=self.target.name, stage=stage, info={"reasons": [str(r) for r in self.reasons.get(stage, ())]}
+        )
+        began = time.perf_counter()
+        try:
+            self.outcome[stage] = act(stage)
+        except BuildError as error:
+            self._fail(error, stage)
+            raise
+        except WorkerFailed as failed:
+            error = TaskError(
+                f"{failed.kind}: {failed}" if failed.kind != "died" else str(failed),
+                log=failed.log or None,
+                remedy="out of memory? try a lower -j; else see the log" if failed.kind == "died" else None,
+            )
+            self._fail(error, stage)
+            raise error from failed
+        except OSError as error:
+            wrapped = TaskError(f"{error.strerror or error}", file=error.filename, remedy="check space and permissions")
+            self._fail(wrapped, stage)
+            raise wrapped from error
+        self.build.journal.tell(
+            "stage-end", target=self.target.name, stage=stage, outcome=self.outcome[stage], seconds=time.perf_counter() - began
+        )
+
+    def _fail(self, error: BuildError, stage: str) -> None:
+        self.failed = error
+        self.release()
+        self.build.fail(error, self.target.name, stage)
+
+    def release(self) -> None:
+        """Let the process that captured the graphs end."""
+        with self._lock:
+            if self._near is not None:
+                self._near.close()
+                self._near = None
+
+    def summary(self) -> str:
+        """``failed``, ``built``, ``restored``, ``up-to-date``, or ``skipped`` where a failure elsewhere ended the build."""
+        if self.failed is not None:
+            return "failed"
+        if any(stage not in self.outcome for stage in self.stages):
+            return "skipped"
+        done = set(self.outcome.values())
+        return "built" if "built" in done else "restored" if "restored" in done else "up-to-date"
+
+    def _record(self, stage: str) -> Record | None:
+        return self.build.records.read(self.target.name, stage)
+
+    # -- parse --------------------------------------------------------------------------------------------------------
+
+    def _parse_request(self) -> dict[str, Any]:
+        target = self.target
+        return {
+            "input": target.input_ref,
+            "model": target.model,
+            "driver": target.driver,
+            "name": target.name,
+            "variables": dict(target.variables),
+            "overrides": list(target.overrides),
+            "stub": target.stub,
+            "version": PARSE_VERSION,
+        }
+
+    def _check_parse(self, stage: str) -> tuple[Reason, ...]:
+        record = self._record(stage)
+        if self.build.force:
+            return (Reason("forced"),)
+        if record is None:
+            return (Reason("first-build"),)
+        if record.made_of.get("request") != self._parse_request():
+            return compare(record.made_of.get("request"), self._parse_request()) or (Reason("request-changed"),)
+        if record.made_of.get("emitter") != emitter_digest():
+            return (Reason("neml2-changed"),)
+        for state in record.inputs:
+            if (how := self.build.records.changed(state)) is not None:
+                return (Reason("input-changed", f"{state.path} {how}"),)
+        for name, value in record.info["environment"].items():
+            if self.build.environ.get(name) != value:
+                return (Reason("variable-changed", f"{name}: {value!r} -> {self.build.environ.get(name)!r}"),)
+        try:
+            text = self.build.store.read(record.objects["slice"]).decode()
+        except ObjectMissing:
+            return (Reason("store-missing", "slice"),)
+        if self.target.stub and not self.build.store.has(record.objects["stub"]):
+            return (Reason("store-missing", "stub"),)
+        self.parsed = msgspec.convert({**record.info["parsed"], "slice": text, "stub": None}, parsing.Parsed)
+        self.slice, self.stub_digest = record.objects["slice"], record.objects.get("stub")
+        self.parse_files = [
+            state if state.signature else self.build.records.state(self.build.records.absolute(state.path), state.digest)
+            for state in record.inputs
+        ]
+        return ()
+
+    def _do_parse(self, stage: str) -> str:
+        previous = self._record(stage)
+        also = _blocks(previous.info.get("also", ())) if previous is not None else ()
+        return self._parse(also, previous)
+
+    def _parse(self, also: Iterable[tuple[str, str]], previous: Record | None) -> str:
+        began = time.perf_counter()
+        also = sorted(set(also))
+        parsed = parsing.parse(self.target, also=frozenset(also), environ=self.build.environ)
+        self.parsed = parsed
+        store = self.build.store
+        made_of = {
+            "stage": "parse",
+            "request": self._parse_request(),
+            "emitter": emitter_digest(),
+            "files": {self._name(path): found for path, found in parsed.files},
+            "environment": parsed.environment,
+            "also": [list(block) for block in also],
+        }
+        key = digest_json(made_of)
+        action = None if self.build.force else store.find(key)
+        if action is not None:
+            objects = {output.name: output.digest for output in action.outputs}
+        else:
+            texts = {"slice": parsed.slice}
+            if self.target.stub:
+                texts["stub"] = parsed.stub if parsed.stub is not None else self._stub_by_worker(parsed)
+            outputs = []
+            for name, text in texts.items():
+                found, size = store.put(text.encode())
+                outputs.append(Output(name, found, size))
+            store.record(self.build.action(key, "parse", self.target.name, outputs, made_of, began, {}))
+            objects = {output.name: output.digest for output in outputs}
+        self.slice, self.stub_digest = objects["slice"], objects.get("stub")
+        self.parse_files = [self.build.records.state(path, found) for path, found in parsed.files]
+        for warning in parsed.warnings:
+            self.build.journal.tell("warning", target=self.target.name, stage="parse", info={"message": warning})
+        reasons = self.reasons.get("parse", ())
+        if previous is not None:
+            reasons = (*reasons, *self._slice_differences(previous.objects.get("slice")))
+            self.reasons["parse"] = reasons
+        kept = {
+            name: value for name, value in msgspec.to_builtins(parsed).items() if name not in ("slice", "stub", "stub_source")
+        }
+        self.build.records.write(
+            self.target.name,
+            Record(
+                stage="parse",
+                key=key,
+                made_of=made_of,
+                inputs=self.parse_files,
+                objects=objects,
+                reasons=list(reasons),
+                outcome="restored" if action else "built",
+                seconds=round(time.perf_counter() - began, 4),
+                time=time.time(),
+                info={"environment": parsed.environment, "parsed": kept, "also": [list(block) for block in also]},
+            ),
+        )
+        return "restored" if action is not None else "built"
+
+    def _stub_by_worker(self, parsed: parsing.Parsed) -> str:
+        target = self.target
+        future = self.build.compiler.run(
+            _stub_job, parsed.stub_source or "", target.model, target.name, target.driver is not None, target.input_ref
+        )
+        return future.result().value
+
+    def _slice_differences(self, before: str | None) -> tuple[Reason, ...]:
+        if before is None or self.parsed is None or before == self.slice:
+            return ()
+        try:
+            changes = hit.diff_fields(self.build.store.read(before).decode(), self.parsed.slice)
+        except (ObjectMissing, BuildError):
+            return ()
+        return tuple(Reason("model-changed", change) for change in changes)
+
+    def _name(self, path: Path | str) -> str:
+        """A file's name in a key: relative to the project, or its bare name where it lies outside. Never absolute."""
+        relative = self.build.records.relative(path)
+        return f"outside/{Path(relative).name}" if Path(relative).is_absolute() else relative
+
+    # -- export -------------------------------------------------------------------------------------------------------
+
+    def _options(self) -> dict[str, Any]:
+        return export.options_of(self.target)
+
+    def _declared(self) -> list[str]:
+        """Files that the model is known to read before it is loaded: csv files, extensions, what the user declared."""
+        assert self.parsed is not None
+        files = [*self.parsed.data_files, *map(str, self.target.extra_deps)]
+        for item in self.target.load:
+            path = Path(item)
+            if path.is_dir():
+                path = path / "__init__.py"
+            if isinstance(item, Path) or path.exists():
+                files.append(str(path))
+        return files
+
+    def _base(self) -> tuple[str, dict[str, Any]]:
+        """The export key as far as it is known before the model is loaded."""
+        assert self.parsed is not None and self.slice is not None
+        files = []
+        for path in self._declared():
+            try:
+                files.append((self._name(path), self.build.digest_of(path)))
+            except OSError as error:
+                raise TaskError(
+                    f"cannot read the data file {self.build.records.relative(path)}: {error.strerror}",
+                    file=self.target.input,
+                    line=self._line_of(Path(path).name),
+                    target=self.target.name,
+                    stage="export",
+                    remedy="check the path; csv files are sought relative to the folder of the input file",
+                ) from None
+        made_of = export.key_of(self.target.model, self.slice, files, self._options(), self.build.environment.for_export())
+        made_of["load"] = [self._name(item) if isinstance(item, Path) else str(item) for item in self.target.load]
+        made_of["compiler"] = self.build.compiler_name
+        return digest_json(made_of), made_of
+
+    def _line_of(self, text: str) -> int | None:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            for number, line in enumerate(self.target.input.read_text(encoding="utf-8").splitlines(), 1):
+                if text in line:
+                    return number
+        return None
+
+    def _check_export(self, stage: str) -> tuple[Reason, ...]:
+        record = self._record(stage)
+        if self.build.force:
+            return (Reason("forced"),)
+        if record is None:
+            return (Reason("first-build"),)
+        base, made_of = self._base()
+        if record.info["base"] != base:
+            slice_changes = self._slice_differences(record.made_of.get("slice"))
+            others = tuple(
+                reason for reason in compare(record.made_of, made_of) if not (slice_changes and reason.kind == "model-changed")
+            )
+            return (*slice_changes, *others) or (Reason("request-changed"),)
+        for path, found in record.info["opened"].items():
+            absolute = self.build.records.absolute(path)
+            try:
+                same = self.build.digest_of(absolute) == found
+            except OSError:
+                same = False
+            if not same:
+                return (Reason("extension-changed" if path.endswith(".py") else "data-changed", path),)
+        self.exported = _exported(record.key, record.objects, record.info)
+        return ()
+
+    def _find_export(self, base: str) -> tuple[Action | None, list[tuple[str, str]]]:
+        """The stored result whose every file is as it was; and the blocks that the slice is known to lack."""
+        index = self.build.store.find(base)
+        if index is None:
+            return None, []
+        if index.info.get("widen"):
+            return None, _blocks(index.info["widen"])
+        for variant in index.info.get("variants", ()):
+            try:
+                same = all(
+                    self.build.digest_of(self.build.records.absolute(path)) == found
+                    for path, found in variant["opened"].items()
+                )
+            except OSError:
+                continue
+            if same and (action := self.build.store.find(variant["key"])) is not None:
+                return action, []
+        return None, []
+
+    def _do_export(self, stage: str) -> str:
+        began = time.perf_counter()
+        outcome = "restored"
+        for _ in range(8):
+            base, made_of = self._base()
+            with self.build.store.lock(base):
+                action, wider = (None, []) if self.build.force else self._find_export(base)
+                if action is None and not wider:
+                    action, wider = self._run_export(base, made_of, began)
+                    outcome = "built"
+            if action is not None:
+                break
+            if wider:
+                self._parse([*wider, *self._also()], self._record("parse"))
+        else:
+            raise TaskError("the files that the model reads keep changing while it is loaded", file=self.target.input)
+        self.exported = _exported(action.key, {output.name: output.digest for output in action.outputs}, action.info)
+        inputs = [self.build.records.state(path, self.build.digest_of(path)) for path in self._declared()]
+        inputs += [
+            self.build.records.state(self.build.records.absolute(path), found) for path, found in self.exported.opened.items()
+        ]
+        self.build.records.write(
+            self.target.name,
+            Record(
+                stage=stage,
+                key=action.key,
+                made_of=made_of,
+                inputs=list({state.path: state for state in inputs}.values()),
+                objects={output.name: output.digest for output in action.outputs},
+                reasons=list(self.reasons.get(stage, ())),
+                outcome=outcome,
+                seconds=round(time.perf_counter() - began, 4),
+                time=time.time(),
+                info={**action.info, "base": base},
+            ),
+        )
+        return outcome
+
+    def _also(self) -> list[tuple[str, str]]:
+        record = self._record("parse")
+        return _blocks(record.info.get("also", ())) if record is not None else []
+
+    def _run_export(self, base: str, made_of: dict[str, Any], began: float) -> tuple[Action | None, list[tuple[str, str]]]:
+        assert self.parsed is not None
+        request = export.Request(
+            target=self.target.name,
+            slice=self.parsed.slice,
+            blocks=tuple(map(tuple, self.parsed.all_blocks)),
+            input=str(self.target.input),
+            model=self.target.model,
+            options=self._options(),
+            load=tuple(map(str, self.target.load)),
+            keep=True,
+        )
+        done = self.build.compiler.export(request, priority=self._expected("export"), cwd=str(self.build.root)).result()
+        result: export.Result = done.value
+        store = self.build.store
+        self.build.journal.tell(
+            "job-end",
+            target=self.target.name,
+            stage="export",
+            seconds=done.usage.seconds,
+            info={"cpu_seconds": round(done.usage.cpu_seconds, 3), "peak_bytes": done.usage.peak_bytes},
+        )
+        if result.widen:
+            if set(result.widen) <= set(map(tuple, self.parsed.blocks)):
+                raise TaskError(f"NEML2 asks for blocks that it was given: {result.widen}", file=self.target.input)
+            info = {"widen": [list(block) for block in result.widen]}
+            store.record(self.build.action(base, "export", self.target.name, [], made_of, began, info))
+            return None, _blocks(result.widen)
+        declared = {str(Path(path).resolve()): self.build.digest_of(path) for path in self._declared()}
+        if any(declared.get(path, found) != found for path, found in result.opened):
+            return None, []
+        opened = {self.build.records.relative(path): found for path, found in result.opened if path not in declared}
+        outputs = [Output("metadata.json", *store.put(result.metadata))]
+        graphs = []
+        for graph in result.graphs:
+            outputs.append(Output(graph.name, *store.put(graph.program)))
+            graphs.append([graph.name, graph.digest, graph.inductor, graph.operations])
+        full = {**made_of, "opened": sorted([self._name(path), found] for path, found in opened.items())}
+        info = {
+            "graphs": graphs,
+            "opened": opened,
+            "random": list(result.random),
+            "cpu_seconds": round(done.usage.cpu_seconds, 3),
+            "peak_bytes": done.usage.peak_bytes,
+        }
+        action = self.build.action(digest_json(full), "export", self.target.name, outputs, full, began, info)
+        action = msgspec.structs.replace(action, seconds=round(done.usage.seconds, 3))
+        store.record(action)
+        index = store.find(base)
+        variants = [{"key": action.key, "opened": opened}]
+        if index is not None:
+            variants += [one for one in index.info.get("variants", ()) if one["key"] != action.key]
+        known = {"variants": variants[:_VARIANTS]}
+        store.record(self.build.action(base, "export-index", self.target.name, [], made_of, began, known))
+        with self._lock:
+            if self._near is not None:
+                self._near.close()
+            self._near = done.near
+        return action, []
+
+    def _expected(self, stage: str) -> float:
+        """Seconds that *stage* took last time."""
+        record = self._record(stage)
+        return record.seconds if record is not None else 0.0
+
+    # -- lower --------------------------------------------------------------------------------------------------------
+
+    def _lower_keys(self, device: str) -> list[tuple[GraphRef, str, dict[str, Any]]]:
+        """Each graph with its lower key on *device* and what that is made of."""
+        assert self.exported is not None
+        target, build = self.target, self.build
+        keys = []
+        where = device if device != "cuda" or not target.cuda_arch else "cuda:" + ",".join(sorted(target.cuda_arch))
+        environment = build.environment.for_lowering(target.march)
+        if device == "cuda":
+            environment = {
+                **environment,
+                "cuda": environments.cuda_identity(build.memo, target.cuda_arch),
+                "triton": build.environment.packages.get("triton"),
+            }
+        for graph in self.exported.graphs:
+            made_of = lower.key_of(
+                graph.digest,
+                device=where,
+                dtype=target.dtype,
+                inductor={**graph.inductor, **target.inductor},
+                march=target.march,
+                environment=environment,
+                toolchain=build.toolchain,
+            )
+            keys.append((graph, digest_json(made_of), made_of))
+        return keys
+
+    def _check_lower(self, stage: str) -> tuple[Reason, ...]:
+        device = stage.partition("-")[2]
+        record = self._record(stage)
+        if self.build.force:
+            return (Reason("forced"),)
+        if record is None:
+            return (Reason("first-build"),)
+        keys = self._lower_keys(device)
+        before = {name: (key, found) for name, key, found in record.info["graphs"]}
+        reasons: list[Reason] = []
+        lowered = []
+        for graph, key, made_of in keys:
+            if graph.name not in before:
+                reasons.append(Reason("graph-changed", f"{graph.name} is new"))
+                continue
+            old, found = before[graph.name]
+            if old != key:
+                changes = compare(record.made_of.get(graph.name), made_of)
+                reasons += [Reason(one.kind, f"{graph.name}: {one.detail}") for one in changes] or [
+                    Reason("graph-changed", graph.name)
+                ]
+            elif not self._available(found, f"{device}/{self.target.dtype}/{graph.name}"):
+                reasons.append(Reason("store-missing", graph.name))
+            else:
+                lowered.append(Lowered(graph.name, key, found))
+        reasons += [
+            Reason("graph-changed", f"{name} is gone") for name in before if name not in {graph.name for graph, _, _ in keys}
+        ]
+        if not reasons:
+            self.lowered[device] = lowered
+        return tuple(reasons)
+
+    def _available(self, found: str, name: str) -> bool:
+        """Whether the contents *found* are in the store, or intact where they were published."""
+        if self.build.store.has(found):
+            return True
+        try:
+            return digest_file(self.folder / name) == found
+        except OSError:
+            return False
+
+    def _do_lower(self, stage: str) -> str:
+        device = stage.partition("-")[2]
+        began = time.perf_counter()
+        assert self.exported is not None
+        if device == "cuda":
+            environments.require_cuda(self.build.memo, self.target.cuda_arch)
+        record = self._record(stage)
+        history = record.info.get("seconds", {}) if record is not None else {}
+        waiting: list[tuple[GraphRef, str, dict[str, Any], Future]] = []
+        for graph, key, made_of in self._lower_keys(device):
+            future = self.build.lower_once(
+                key,
+                made_of,
+                lambda graph=graph, made_of=made_of: self._lower_request(graph, device, made_of),
+                target=self.target.name,
+                stage=stage,
+                graph=graph.name,
+                priority=1e6 + history.get(graph.name, graph.operations / 1000),
+                near=self._near if device == "cpu" else None,
+            )
+            waiting.append((graph, key, made_of, future))
+        done: list[Lowered] = []
+        seconds: dict[str, float] = {}
+        notes: dict[str, list[str]] = {}
+        compiled = 0
+        first_error: BaseException | None = None
+        seen: set[str] = set()
+        for graph, key, _, future in waiting:
+            try:
+                action, made = future.result()
+            except BaseException as error:
+                if isinstance(error, BuildError):
+                    error.message = f"{graph.name}: {error.message}"
+                first_error = first_error or error
+                continue
+            made = made and key not in seen
+            seen.add(key)
+            compiled += made
+            seconds[graph.name] = action.seconds
+            if action.info.get("notes"):
+                notes[graph.name] = action.info["notes"]
+            done.append(Lowered(graph.name, key, action.outputs[0].digest))
+        self.build.counts.add(lowered=compiled, reused=len(done) - compiled)
+        if first_error is not None:
+            raise first_error
+        self.lowered[device] = done
+        outcome = "built" if compiled else "restored"
+        self.build.records.write(
+            self.target.name,
+            Record(
+                stage=stage,
+                key=digest_json([one.key for one in done]),
+                made_of={graph.name: made_of for graph, _, made_of, _ in waiting},
+                objects={one.name: one.digest for one in done},
+                reasons=list(self.reasons.get(stage, ())),
+                outcome=outcome,
+                seconds=round(time.perf_counter() - began, 4),
+                time=time.time(),
+                info={
+                    "graphs": [[one.name, one.key, one.digest] for one in done],
+                    "seconds": seconds,
+                    "lowered": compiled,
+                    "reused": len(done) - compiled,
+                    "notes": notes,
+                },
+            ),
+        )
+        return outcome
+
+    def _lower_request(self, graph: GraphRef, device: str, made_of: dict[str, Any]) -> lower.Request:
+        build, target = self.build, self.target
+        work = build.cache / "tmp" / "work"
+        work.mkdir(parents=True, exist_ok=True)
+        return lower.Request(
+            graph=graph.digest,
+            program=self._program(graph),
+            device=made_of["device"],
+            inductor=made_of["inductor"],
+            march=target.march,
+            threads=build.environment.threads_for(target.march),
+            isa=build.isa(),
+            prepared=str(build.cache / "toolchain"),
+            work=str(work),
+            stock=build.stock,
+        )
+
+    def _program(self, graph: GraphRef) -> bytes:
+        """The saved program of *graph*; captured again where the store has lost it."""
+        try:
+            return self.build.store.read(graph.program)
+        except ObjectMissing:
+            pass
+        with self._lock:
+            with contextlib.suppress(ObjectMissing):
+                return self.build.store.read(graph.program)
+            base, made_of = self._base()
+            self._run_export(base, made_of, time.perf_counter())
+            return self.build.store.read(graph.program)
+
+    # -- package ------------------------------------------------------------------------------------------------------
+
+    def _expected_files(self) -> dict[str, str]:
+        assert self.exported is not None
+        leaves = {device: [(one.name, one.digest) for one in graphs] for device, graphs in self.lowered.items()}
+        return package.files_of(self.exported.metadata, leaves, self.target.dtype)
+
+    def _check_package(self, stage: str) -> tuple[Reason, ...]:
+        record = self._record(stage)
+        if self.build.force:
+            return (Reason("forced"),)
+        if record is None:
+            return (Reason("first-build"),)
+        expected = self._expected_files()
+        published = {state.path: state for state in record.outputs}
+        reasons: list[Reason] = []
+        for name, found in expected.items():
+            path = self.build.records.relative(self.folder / name)
+            state = published.get(path)
+            if state is None or state.digest != found:
+                reasons.append(Reason("metadata-changed" if name == "metadata.json" else "package-changed", name))
+            elif (how := self.build.records.changed(state)) is not None:
+                reasons.append(Reason(f"output-{how}", path))
+        wanted = {self.build.records.relative(self.folder / name) for name in expected}
+        reasons += [Reason("package-changed", f"{path} is no longer made") for path in published if path not in wanted]
+        return tuple(reasons)
+
+    def _do_package(self, stage: str) -> str:
+        began = time.perf_counter()
+        self.release()
+        expected = self._expected_files()
+        self.build.output.mkdir(parents=True, exist_ok=True)
+
+        def materialize(found: str, path: Path) -> None:
+            try:
+                self.build.store.materialize(found, path)
+            except ObjectMissing:
+                name = path.relative_to(_tree_of(path)).as_posix()
+                if not self._republish(found, name, path):
+                    raise TaskError(
+                        f"the store lost {name} while it was published", remedy="build again: what is lost is made again"
+                    ) from None
+
+        package.publish(expected, self.folder, materialize)
+        outcome = "built" if self._fresh() else "restored"
+        outputs = [self.build.records.state(self.folder / name, found) for name, found in expected.items()]
+        self.build.records.write(
+            self.target.name,
+            Record(
+                stage=stage,
+                key=digest_json(expected),
+                made_of=dict(expected),
+                outputs=outputs,
+                reasons=list(self.reasons.get(stage, ())),
+                outcome=outcome,
+                seconds=round(time.perf_counter() - began, 4),
+                time=time.time(),
+                info={"devices": sorted(self.lowered), "random": list(self.exported.random) if self.exported else []},
+            ),
+        )
+        return outcome
+
+    def _fresh(self) -> bool:
+        """Whether anything of what is published was made in this build."""
+        return any(self.outcome.get(stage) == "built" for stage in self.stages if stage not in ("package", "stub", "parse"))
+
+    def _republish(self, found: str, name: str, path: Path) -> bool:
+        """Take contents that the store has lost from where they are published, if they are intact there."""
+        try:
+            data = (self.folder / name).read_bytes()
+        except OSError:
+            return False
+        if digest(data) != found:
+            return False
+        path.write_bytes(data)
+        with contextlib.suppress(BuildError):
+            self.build.store.put(data)
+        return True
+
+    # -- stub ---------------------------------------------------------------------------------------------------------
+
+    def _check_stub(self, stage: str) -> tuple[Reason, ...]:
+        record = self._record(stage)
+        if self.build.force:
+            return (Reason("forced"),)
+        if record is None:
+            return (Reason("first-build"),)
+        if record.key != self.stub_digest:
+            return (Reason("stub-changed"),)
+        how = self.build.records.changed(record.outputs[0])
+        return (Reason(f"output-{how}", record.outputs[0].path),) if how is not None else ()
+
+    def _do_stub(self, stage: str) -> str:
+        began = time.perf_counter()
+        assert self.stub_digest is not None
+        previous = self._record(stage)
+        try:
+            data = self.build.store.read(self.stub_digest)
+        except ObjectMissing:
+            self._parse(self._also(), self._record("parse"))
+            data = self.build.store.read(self.stub_digest)
+        self.build.output.mkdir(parents=True, exist_ok=True)
+        package.write_file(self.stub, data)
+        same = previous is not None and previous.key == self.stub_digest
+        outcome = "restored" if same or self.outcome.get("parse") != "built" else "built"
+        self.build.records.write(
+            self.target.name,
+            Record(
+                stage=stage,
+                key=self.stub_digest,
+                made_of={"text": self.stub_digest},
+                outputs=[self.build.records.state(self.stub, self.stub_digest)],
+                reasons=list(self.reasons.get(stage, ())),
+                outcome=outcome,
+                seconds=round(time.perf_counter() - began, 4),
+                time=time.time(),
+            ),
+        )
+        return outcome
+
+    # -- asking only --------------------------------------------------------------------------------------------------
+
+    def preview(self) -> list[Verdict]:
+        """What a build would do, and why, without writing anything. Raises `BuildError` where a build would."""
+        if self.current():
+            return [Verdict(stage, "up-to-date") for stage in self.stages]
+        verdicts: list[Verdict] = []
+        for stage in self.stages:
+            verdicts.append(self._preview(stage, {verdict.stage: verdict for verdict in verdicts}))
+        return verdicts
+
+    def _preview(self, stage: str, before: dict[str, Verdict]) -> Verdict:
+        kind = stage.partition("-")[0]
+        if kind == "export" and self.parsed is None:
+            return Verdict(stage, "unknown")
+        if kind == "lower" and self.exported is None:
+            return Verdict(stage, "unknown", detail="depends on the graphs that export captures")
+        if kind == "package" and any(verdict.what in ("unknown", "run") for name, verdict in before.items() if name != "parse"):
+            return Verdict(stage, "run", (Reason("package-changed"),))
+        if kind == "package" and (self.exported is None or any(f"lower-{d}" not in before for d in self.target.devices)):
+            return Verdict(stage, "unknown")
+        reasons = self.check(stage)
+        if not reasons:
+            return Verdict(stage, "up-to-date")
+        if kind == "parse":
+            record = self._record("parse")
+            also = _blocks(record.info.get("also", ())) if record is not None else ()
+            self.parsed = parsing.parse(self.target, also=frozenset(also), environ=self.build.environ)
+            self.slice = digest(self.parsed.slice)
+            self.stub_digest = digest(self.parsed.stub) if self.parsed.stub is not None else None
+            return Verdict(stage, "run", (*reasons, *(self._slice_differences(record.objects.get("slice")) if record else ())))
+        if kind == "export":
+            base, _ = self._base()
+            action, _ = (None, []) if self.build.force else self._find_export(base)
+            if action is None:
+                return Verdict(stage, "run", reasons)
+            self.exported = _exported(action.key, {output.name: output.digest for output in action.outputs}, action.info)
+            return Verdict(stage, "restore", reasons)
+        if kind == "lower":
+            device = stage.partition("-")[2]
+            keys = self._lower_keys(device)
+            found = (
+                [] if self.build.force else [action for _, key, _ in keys if (action := self.build.store.find(key)) is not None]
+            )
+            detail = f"{len(keys) - len(found)} of {len(keys)} graphs to compile"
+            if len(found) == len(keys):
+                self.lowered[device] = [
+                    Lowered(graph.name, key, action.outputs[0].digest)
+                    for (graph, key, _), action in zip(keys, found, strict=True)
+                ]
+                return Verdict(stage, "restore", reasons, detail)
+            return Verdict(stage, "run", reasons, detail)
+        return Verdict(stage, "restore" if kind == "package" else "run", reasons)
+
+    def forget(self) -> None:
+        """Have the next question answered without the memory of this build: the outputs were removed."""
+        self._current = False
+        self.outcome = {}
+
+
+# -- small things -----------------------------------------------------------------------------------------------------
+
+
+def _tree_of(path: Path) -> Path:
+    """The root of the tree that is being made at *path*: the folder below the staging folder's scratch."""
+    for parent in path.parents:
+        if parent.parent.parent.name == package.STAGING:
+            return parent
+    return path.parent
+
+
+def _blocks(blocks: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
+    return [(section, name) for section, name in blocks]
+
+
+def _exported(key: str, objects: dict[str, str], info: dict[str, Any]) -> Exported:
+    return Exported(
+        key=key,
+        graphs=tuple(
+            GraphRef(name, found, objects[name], inductor, operations) for name, found, inductor, operations in info["graphs"]
+        ),
+        metadata=objects["metadata.json"],
+        opened=dict(info["opened"]),
+        random=tuple(info["random"]),
+    )
+
+
+def _stub_job(text: str, model: str, artifact: str, keep_drivers: bool, input_name: str) -> str:
+    return stub_text_in_worker(text, model=model, artifact=artifact, keep_drivers=keep_drivers, input_name=input_name)
