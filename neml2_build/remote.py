@@ -505,6 +505,11 @@ class Remote:
         Seconds for one answer; contents have as much longer as 1 MB/s would take.
     threads
         How many uploads, and how many downloads, at a time.
+
+    Attributes
+    ----------
+    sent, received
+        Compressed bytes that went over.
     """
 
     def __init__(self, backend: Backend, *, write: bool = False, timeout: float = 10.0, threads: int = 4) -> None:
@@ -594,7 +599,8 @@ class Remote:
         except Refused:
             self._broken.add(blob_name(blob.sha256))
             raise
-        self.received += len(packed)
+        with self._mutex:
+            self.received += len(packed)
         store.put(data)
 
     def _count_lie(self, kind: str, report: Report) -> None:
@@ -640,10 +646,13 @@ class Remote:
         sealed = seal(action, contents, store.keys)
         for name, packed in sealed.blobs.items():
             if name in self._broken or not self._ask("write", lambda name=name: self.backend.has(name), report):
-                self._ask("write", lambda name=name, packed=packed: self.backend.put(name, packed), report, len(packed))
-                self.sent += len(packed)
-        self._ask("write", lambda: self.backend.put(sealed.name, sealed.record), report, len(sealed.record))
-        self.sent += len(sealed.record)
+                self._put(name, packed, report)
+        self._put(sealed.name, sealed.record, report)
+
+    def _put(self, name: str, data: bytes, report: Report) -> None:
+        self._ask("write", lambda: self.backend.put(name, data), report, len(data))
+        with self._mutex:
+            self.sent += len(data)
 
     def flush(self, timeout: float, report: Report) -> bool:
         """Wait for the uploads, *timeout* seconds at most: whether all are done. What is not done is given up."""

@@ -34,6 +34,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -277,6 +278,7 @@ class _Session:
         for descriptor in (self.used, self.descriptor):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
+        self.used = self.descriptor = -1
 
 
 class Store:
@@ -391,6 +393,7 @@ class Store:
         with self._mutex:
             if self._session is None or self._session.pid != os.getpid():
                 self._session = _Session(self._top / "tmp")
+                weakref.finalize(self, self._session.close)
                 self._marked.clear()
             return self._session
 
@@ -550,7 +553,8 @@ class Store:
     def find(self, key: str) -> Action | None:
         """What is known of the work *key*, if all that it made is here, or could be fetched; None is a miss.
 
-        :attr:`counts` says why; a key counts once, however often it is asked for.
+        :attr:`counts` says why. A key counts once, however often it is asked for: as a hit, if another build made it
+        while this one waited for its lock; else for the first reason of its miss.
         """
         action, reason = self._look(key)
         outcome = "hit-local"
@@ -562,11 +566,11 @@ class Store:
                 self._absent.add(key)
                 reason = reason if problem == "no-record" else problem
         with self._mutex:
-            if key not in self._settled or key not in self._outcomes:
-                if action is None:
-                    self._outcomes[key] = f"miss-{reason}", 0.0
-                elif not self._outcomes.get(key, ("",))[0].startswith("hit"):
-                    self._outcomes[key] = outcome, action.seconds
+            before = self._outcomes.get(key)
+            if action is None:
+                self._outcomes.setdefault(key, (f"miss-{reason}", 0.0))
+            elif before is None or (before[0].startswith("miss") and key not in self._settled):
+                self._outcomes[key] = outcome, action.seconds
         return action
 
     def peek(self, key: str) -> Action | None:
@@ -632,7 +636,8 @@ class Store:
         except OSError:
             size = None
         if size is None:
-            self._report("object-missing", output.digest, output.name)
+            if all(event.subject != output.digest for event in self.events):  # what was found broken is missing then
+                self._report("object-missing", output.digest, output.name)
             return "object-missing"
         if size != output.size:
             self._discard("objects", output.digest, "object-broken", f"{size} bytes instead of {output.size}")

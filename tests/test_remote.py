@@ -135,6 +135,10 @@ class TestSharing:
             assert [store.read(output.digest) for output in made.outputs] == [b"one" * 1000, b"two" * 1000]
             assert store.counts == {"hit-remote": 1}
             assert store.seconds_saved == 2.0
+            assert store.remote
+            assert store.remote.received == sum(map(len, world.backend.data.values())) - len(
+                world.backend.data[record_name(made.key)]
+            )
             assert store.events == []
 
     def test_what_was_fetched_is_local_from_then_on(self, world: World) -> None:

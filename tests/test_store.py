@@ -345,6 +345,16 @@ class TestCounts:
             assert other.find(key("a"))
             assert other.counts == {"hit-local": 1}
 
+    def test_the_first_reason_of_a_miss_is_kept_and_told_once(self, root: Path, store: Store) -> None:
+        made = make(store, "a", b"123")
+        overwrite(object_path(root, made.outputs[0].digest), b"12")
+        with Store(root) as other:
+            assert other.find(made.key) is None
+            with other.lock(made.key):
+                assert other.find(made.key) is None
+            assert other.counts == {"miss-object-broken": 1}
+            assert [event.kind for event in other.events] == ["object-broken"]
+
     def test_they_add_up_over_runs(self, root: Path, store: Store) -> None:
         make(store, "a", b"1", seconds=7)
         for _ in range(3):
@@ -677,7 +687,7 @@ class TestCollection:
     def test_what_a_killed_process_used_goes(self, root: Path) -> None:
         with Store(root) as store:
             made = make(store, "a", b"a")
-        code = f"import os; from neml2_build.store import Store; Store({str(root)!r}).find({made.key!r}); os._exit(9)"
+        code = f"import os; from neml2_build.store import Store; s = Store({str(root)!r}); s.find({made.key!r}); os._exit(9)"
         assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 9
         report = Store(root).gc(0)
         assert (report.interrupted, report.actions, report.size) == (1, 1, 0)
@@ -814,6 +824,14 @@ class TestCheck:
         assert stats["stages"]["lower"] == {"actions": 1, "seconds": 4.0, "size": 3}
         assert stats["unreadable_records"] == 0
         json.dumps(stats)
+
+
+def test_a_store_that_nobody_closed_is_closed(root: Path) -> None:
+    store = Store(root)
+    make(store, "a", b"a")
+    assert len(list((root / "tmp").iterdir())) == 2
+    del store
+    assert list((root / "tmp").iterdir()) == []
 
 
 def test_a_new_process_after_a_fork_has_its_own_session(root: Path, store: Store) -> None:
