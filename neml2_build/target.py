@@ -488,7 +488,7 @@ class TargetRun:
         request = export.Request(
             target=self.target.name,
             slice=self.parsed.slice,
-            blocks=tuple(map(tuple, self.parsed.all_blocks)),
+            blocks=tuple(_blocks(self.parsed.all_blocks)),
             input=str(self.target.input),
             model=self.target.model,
             options=self._options(),
@@ -506,7 +506,7 @@ class TargetRun:
             info={"cpu_seconds": round(done.usage.cpu_seconds, 3), "peak_bytes": done.usage.peak_bytes},
         )
         if result.widen:
-            if set(result.widen) <= set(map(tuple, self.parsed.blocks)):
+            if set(result.widen) <= set(_blocks(self.parsed.blocks)):
                 raise TaskError(f"NEML2 asks for blocks that it was given: {result.widen}", file=self.target.input)
             info = {"widen": [list(block) for block in result.widen]}
             store.record(self.build.action(base, "export", self.target.name, [], made_of, began, info))
