@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import hashlib
 import http.server
+import multiprocessing
 import os
+import random
 import shutil
 import socket
 import stat
@@ -14,6 +17,7 @@ import threading
 import time
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +32,7 @@ from neml2_build.remote import (
     AUTHORIZATION_VARIABLE,
     REASONS,
     WRITE_VARIABLE,
+    FolderBackend,
     Opened,
     Remote,
     Sealed,
@@ -39,7 +44,7 @@ from neml2_build.remote import (
     seal,
 )
 from neml2_build.signing import Keys, Refused, keygen
-from neml2_build.store import Action, Output, Store
+from neml2_build.store import Action, ObjectMissing, Output, Store
 
 
 def key(name: str) -> str:
@@ -968,3 +973,103 @@ def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert reader.events == []
     finally:
         server.stop()
+
+
+def _content(name: str) -> bytes:
+    return (f"content of {name} " * (100 + int(name) % 7 * 50)).encode()
+
+
+def _builder(root: str, shared: str, seed: int, log: str) -> None:
+    """Build keys in random order for ever: each right, or made; sometimes damage, collect, or check the store."""
+    chance = random.Random(seed)
+    with open(log, "ab", buffering=0) as out:
+        while True:
+            write = chance.random() < 0.7
+            with Store(Path(root), remote=Remote(FolderBackend(Path(shared), create=True), write=write)) as store:
+                for _ in range(30):
+                    name = str(chance.randrange(60))
+                    for _ in range(5):  # what another removed between find and read is made again
+                        with store.lock(key(name)):
+                            action = store.find(key(name))
+                            if action is None:
+                                made = tuple(Output(part, *store.put(_content(name) + part.encode())) for part in "ab")
+                                action = Action(key=key(name), stage="s", target=name, outputs=made, seconds=1.0)
+                                with contextlib.suppress(ValueError):  # damaged by another builder meanwhile
+                                    store.record(action)
+                                out.write(b"made\n")
+                            else:
+                                out.write(b"found\n")
+                        try:
+                            for output in action.outputs:
+                                data = store.read(output.digest)
+                                out.write(b"right\n" if data == _content(name) + output.name.encode() else b"WRONG\n")
+                            break
+                        except ObjectMissing:
+                            out.write(b"again\n")
+                    else:
+                        out.write(b"LOST\n")
+                    luck = chance.random()
+                    if luck < 0.02:
+                        store.gc(chance.choice([None, 200_000, 1_000_000]), grace=5)
+                        out.write(b"collected\n")
+                    elif luck < 0.04:
+                        store.check(repair=True)
+                        out.write(b"checked\n")
+                    elif luck < 0.08:
+                        folder = chance.choice([Path(root) / "objects", Path(root) / "actions", Path(shared)])
+                        with contextlib.suppress(OSError, IndexError):
+                            victim = chance.choice([path for path in folder.rglob("*") if path.is_file()])
+                            data = bytearray(victim.read_bytes())
+                            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+                            victim.chmod(0o644)
+                            victim.write_bytes(data[: chance.choice([len(data), len(data) // 2])])
+                            out.write(b"damaged\n")
+                store.flush(5)
+
+
+def test_under_load(tmp_path: Path) -> None:
+    """Builders on shared stores, killed at random and started again: nothing wrong is served, nothing is lost.
+
+    ``NEML2_BUILD_LOAD=16x600`` runs sixteen builders for ten minutes.
+    """
+    count, seconds = map(int, os.environ.get("NEML2_BUILD_LOAD", "3x4").split("x"))
+    context = multiprocessing.get_context("spawn")
+    chance = random.Random(7)
+    log = tmp_path / "log"
+
+    def start(number: int):
+        # Half of them on one local store, the others on one each; all on one shared store.
+        root = tmp_path / ("together" if number % 2 else f"alone{number}")
+        arguments = (str(root), str(tmp_path / "shared"), chance.randrange(10**9), str(log))
+        process = context.Process(target=_builder, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    end = time.monotonic() + seconds + 1
+    running = [start(number) for number in range(count)]
+    kills = 0
+    while time.monotonic() < end:
+        number = chance.randrange(count)
+        running[number].join(chance.uniform(0.5, 1.5))
+        assert running[number].exitcode is None, "a builder failed"
+        running[number].kill()
+        running[number].join()
+        kills += 1
+        running[number] = start(number)
+    for process in running:
+        process.kill()
+        process.join()
+    counts = Counter(log.read_text().split())
+    counts["killed"] = kills + count
+    print(dict(counts))
+    assert counts["WRONG"] == counts["LOST"] == 0
+    assert counts["right"] > 0
+    for root in tmp_path.iterdir():
+        if root.is_dir() and root.name != "shared":
+            with Store(root) as store:
+                store.check(repair=True)
+                store.check(repair=True)  # records whose objects went
+                assert store.check().ok
+                store.gc(grace=0)
+                left = [path for path in (root / "tmp").rglob("*") if path.is_file() and store._session is None]
+                assert left == []
