@@ -162,7 +162,7 @@ class Records:
         return path if path.startswith("/") or (os.sep != "/" and Path(path).is_absolute()) else self._prefix + path
 
     def state(self, path: Path | str, expected: str | None = None) -> FileState:
-        """The file at *path* now. With *expected*, the digest of what was read earlier: the stat is kept only if it still holds.
+        """The file at *path* now. With *expected*, the digest of what was read: the stat is kept only if it still holds.
 
         Raises ``OSError`` where the file cannot be read and nothing was expected.
         """

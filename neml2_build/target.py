@@ -286,7 +286,7 @@ class TargetRun:
             "stage": "parse",
             "request": self._parse_request(),
             "emitter": emitter_digest(),
-            "files": {self._name(path): found for path, found in parsed.files},
+            "files": self._named(parsed.files),
             "environment": parsed.environment,
             "also": [list(block) for block in also],
         }
@@ -353,6 +353,16 @@ class TargetRun:
         relative = self.build.records.relative(path)
         return f"outside/{Path(relative).name}" if Path(relative).is_absolute() else relative
 
+    def _named(self, files: Iterable[tuple[str, str]]) -> dict[str, str]:
+        """Name in a key → digest. Files outside the project may have the same bare name: none may hide another."""
+        named: dict[str, str] = {}
+        for path, found in files:
+            name, count = self._name(path), 1
+            while (unique := name if count == 1 else f"{name}#{count}") in named:
+                count += 1
+            named[unique] = found
+        return named
+
     # -- export -------------------------------------------------------------------------------------------------------
 
     def _options(self) -> dict[str, Any]:
@@ -368,7 +378,7 @@ class TargetRun:
                 path = path / "__init__.py"
             if isinstance(item, Path) or path.exists():
                 files.append(str(path))
-        return files
+        return list(dict.fromkeys(files))
 
     def _base(self) -> tuple[str, dict[str, Any]]:
         """The export key as far as it is known before the model is loaded."""
@@ -376,7 +386,7 @@ class TargetRun:
         files = []
         for path in self._declared():
             try:
-                files.append((self._name(path), self.build.digest_of(path)))
+                files.append((path, self.build.digest_of(path)))
             except OSError as error:
                 raise TaskError(
                     f"cannot read the data file {self.build.records.relative(path)}: {error.strerror}",
@@ -386,7 +396,8 @@ class TargetRun:
                     stage="export",
                     remedy="check the path; csv files are sought relative to the folder of the input file",
                 ) from None
-        made_of = export.key_of(self.target.model, self.slice, files, self._options(), self.build.environment.for_export())
+        named = list(self._named(files).items())
+        made_of = export.key_of(self.target.model, self.slice, named, self._options(), self.build.environment.for_export())
         made_of["load"] = [self._name(item) if isinstance(item, Path) else str(item) for item in self.target.load]
         made_of["compiler"] = self.build.compiler_name
         return digest_json(made_of), made_of
@@ -458,7 +469,9 @@ class TargetRun:
         else:
             raise TaskError("the files that the model reads keep changing while it is loaded", file=self.target.input)
         self.exported = _exported(action.key, {output.name: output.digest for output in action.outputs}, action.info)
-        inputs = [self.build.records.state(path, self.build.digest_of(path)) for path in self._declared()]
+        paths = self._declared()
+        names = self._named((path, "") for path in paths)
+        inputs = [self.build.records.state(path, made_of["files"][name]) for path, name in zip(paths, names, strict=True)]
         inputs += [
             self.build.records.state(self.build.records.absolute(path), found) for path, found in self.exported.opened.items()
         ]
@@ -495,6 +508,13 @@ class TargetRun:
             load=tuple(map(str, self.target.load)),
             keep=True,
         )
+        # What the key says of each declared file, and the stat that goes with it: an edit before the job reads the file would
+        # otherwise be stored under the contents of before, even where it is taken back in time.
+        paths = self._declared()
+        digests = self._named((path, self.build.digest_of(path)) for path in paths)
+        if digests != made_of["files"]:
+            return None, []
+        stats = [environments.signature(path) for path in paths]
         done = self.build.compiler.export(request, priority=self._expected("export"), cwd=str(self.build.root)).result()
         result: export.Result = done.value
         store = self.build.store
@@ -511,8 +531,9 @@ class TargetRun:
             info = {"widen": [list(block) for block in result.widen]}
             store.record(self.build.action(base, "export", self.target.name, [], made_of, began, info))
             return None, _blocks(result.widen)
-        declared = {str(Path(path).resolve()): self.build.digest_of(path) for path in self._declared()}
-        if any(declared.get(path, found) != found for path, found in result.opened):
+        declared = {str(Path(path).resolve()): found for path, found in zip(paths, digests.values(), strict=True)}
+        changed = any(declared.get(path, found) != found or not found for path, found in result.opened)
+        if changed or [environments.signature(path) for path in paths] != stats:
             return None, []
         opened = {self.build.records.relative(path): found for path, found in result.opened if path not in declared}
         outputs = [Output("metadata.json", *store.put(result.metadata))]

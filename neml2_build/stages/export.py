@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import tempfile
 import zipfile
@@ -29,6 +30,7 @@ from typing import Any
 import msgspec
 
 from neml2_build.digest import digest, digest_file, digest_json
+from neml2_build.environment import signature
 from neml2_build.errors import TaskError
 from neml2_build.forkserver import Stay
 
@@ -89,7 +91,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     metadata
         The bytes of ``metadata.json``.
     opened
-        Absolute paths of files outside the installation that were read, with their digests.
+        Absolute paths of files outside the installation that were read, with their digests; an empty one for a file that
+        changed after it was read.
     widen
         Blocks that NEML2 looked up and the slice left out; then nothing else is given.
     random
@@ -142,16 +145,17 @@ def job(request: Request) -> Result | Stay:
                 metadata = (Path(folder) / "metadata.json").read_bytes()
                 random = _random_tensors(request, lookups)
         except _TooNarrow:
-            return Result(widen=tuple(sorted(lookups.missing)))
+            return Result(widen=tuple(sorted(_Lookups.current_missing())))
         except Exception as error:
             if lookups_missing := tuple(sorted(_Lookups.current_missing())):
                 return Result(widen=lookups_missing)
             raise _explain(error, request) from error
-        files = sorted(_files_read(opened, set(sys.modules) - modules, folder))
+        read = _files_read(opened, set(sys.modules) - modules, folder)
+        files = [(path, stat, digest_file(path)) for path, stat in sorted(read.items()) if Path(path).is_file()]
         result = Result(
             graphs=tuple(seam.graphs),
             metadata=metadata,
-            opened=tuple((path, digest_file(path)) for path in files if Path(path).is_file()),
+            opened=tuple((path, found if stat == signature(path) else "") for path, stat, found in files),
             random=tuple(random),
         )
     if request.keep:
@@ -352,30 +356,32 @@ def _random_tensors(request: Request, lookups: _Lookups) -> list[str]:
     return sorted(names)
 
 
-def _watch_files(folder: str) -> set[str]:
-    """Record, from now on, every file that this process opens for reading, in the returned set."""
-    opened: set[str] = set()
+def _watch_files(folder: str) -> dict[str, list[int] | None]:
+    """Record, from now on, every file that this process opens for reading, in the returned dict, with its first stat."""
+    opened: dict[str, list[int] | None] = {}
 
     def hook(event: str, arguments: tuple) -> None:
         if event == "open" and isinstance(arguments[0], (str, bytes)):
             mode = arguments[1]
             if isinstance(mode, str) and any(letter in mode for letter in "wax+"):
                 return
-            path = arguments[0]
-            opened.add(path.decode(errors="surrogateescape") if isinstance(path, bytes) else path)
+            path = os.path.abspath(os.fsdecode(arguments[0]))
+            if path not in opened:
+                opened[path] = signature(path)
 
     sys.addaudithook(hook)
     return opened
 
 
-def _files_read(opened: set[str], modules: set[str], folder: str) -> set[str]:
-    """Of all that was opened or imported, the user's files: what lies outside the installation and the system."""
-    paths = {str(Path(name).resolve()) for name in opened if name and not name.endswith(".pyc")}
+def _files_read(opened: dict[str, list[int] | None], modules: set[str], folder: str) -> dict[str, list[int] | None]:
+    """Of all that was opened or imported, the user's files, with stats: what lies outside the installation and the system."""
+    paths = {str(Path(name).resolve()): stat for name, stat in opened.items() if name and not name.endswith(".pyc")}
     for name in modules:
         source = getattr(sys.modules.get(name), "__file__", None)
         if source:
-            paths.add(str(Path(source).resolve()))
-    return {path for path in paths if not path.startswith(_installation(folder)) and Path(path).is_file()}
+            paths.setdefault(str(Path(source).resolve()), signature(source))
+    outside = _installation(folder)
+    return {path: stat for path, stat in paths.items() if not path.startswith(outside) and Path(path).is_file()}
 
 
 def _installation(folder: str) -> tuple[str, ...]:
