@@ -310,6 +310,13 @@ class Build:
         running.add_done_callback(finish)
         return True
 
+    def forget_lost(self, lowered: Mapping[str, str]) -> None:
+        """Have graphs lowered again, given as key → digest, whose packages the store has lost since."""
+        with self._graphs_lock:
+            for key, found in lowered.items():
+                if not self.store.has(found):
+                    self._graphs.pop(key, None)
+
     def _lower_later(self, future: Future, key: str, made_of: dict, request: Callable[[], lower.Request], how: dict) -> None:
         try:
             pause = 0.02

@@ -735,7 +735,14 @@ class TargetRun:
                 return self.build.store.read(graph.program)
             base, made_of = self._base()
             self._run_export(base, made_of, time.perf_counter())
-            return self.build.store.read(graph.program)
+            try:
+                return self.build.store.read(graph.program)
+            except ObjectMissing:
+                # A model that is not reproducible, or files that are being edited: this graph will not come again.
+                self.build.records.forget(self.target.name, ["export"])
+                raise TaskError(
+                    f"the store lost the captured graph {graph.name}", remedy="build again: it is captured anew"
+                ) from None
 
     # -- package ------------------------------------------------------------------------------------------------------
 
@@ -767,7 +774,6 @@ class TargetRun:
     def _do_package(self, stage: str) -> str:
         began = time.perf_counter()
         self.release()
-        expected = self._expected_files()
         self.build.output.mkdir(parents=True, exist_ok=True)
 
         def materialize(found: str, path: Path) -> None:
@@ -776,11 +782,17 @@ class TargetRun:
             except ObjectMissing:
                 name = path.relative_to(_tree_of(path)).as_posix()
                 if not self._republish(found, name, path):
-                    raise TaskError(
-                        f"the store lost {name} while it was published", remedy="build again: what is lost is made again"
-                    ) from None
+                    raise _Lost(name) from None
 
-        package.publish(expected, self.folder, materialize)
+        for _ in range(4):
+            expected = self._expected_files()
+            try:
+                package.publish(expected, self.folder, materialize)
+                break
+            except _Lost as lost:
+                self._make_again(str(lost))
+        else:
+            raise TaskError("the store keeps losing what is stored", file=self.build.cache, remedy="check the disk")
         outcome = "built" if self._fresh() else "restored"
         outputs = [self.build.records.state(self.folder / name, found) for name, found in expected.items()]
         self.build.records.write(
@@ -802,6 +814,15 @@ class TargetRun:
     def _fresh(self) -> bool:
         """Whether anything of what is published was made in this build."""
         return any(self.outcome.get(stage) == "built" for stage in self.stages if stage not in ("package", "stub", "parse"))
+
+    def _make_again(self, name: str) -> None:
+        """Make the published file *name* again, whose contents turned out to be broken or gone when they were needed."""
+        if name == "metadata.json":
+            self.outcome["export"] = self._do_export("export")
+        for device, graphs in list(self.lowered.items()):
+            self.build.forget_lost({one.key: one.digest for one in graphs})
+            self.outcome[f"lower-{device}"] = self._do_lower(f"lower-{device}")
+        self.release()
 
     def _republish(self, found: str, name: str, path: Path) -> bool:
         """Take contents that the store has lost from where they are published, if they are intact there."""
@@ -918,6 +939,10 @@ class TargetRun:
 
 
 # -- small things -----------------------------------------------------------------------------------------------------
+
+
+class _Lost(Exception):
+    """The store has no intact contents of the published file of this name."""
 
 
 def _tree_of(path: Path) -> Path:
