@@ -147,6 +147,8 @@ def _take(store: Store, records: list[str], content: Callable[[str, int], bytes]
             actions += 1
         except Refused as refusal:
             refused.append((name, refusal.kind, refusal.detail))
+        except ObjectMissing as lost:  # another process removed it since it came
+            refused.append((name, "object-missing", str(lost)))
     return UnpackReport(actions=actions, objects=len(taken), present=present, refused=tuple(refused))
 
 

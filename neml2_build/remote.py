@@ -579,6 +579,8 @@ class Remote:
             return None
         except _Off:
             return "remote-off"
+        except ObjectMissing:  # another process found it damaged, or wanted the space, since it came
+            return "object-missing"
         except Refused as refusal:
             report(refusal.kind, key, f"{self.label}: {refusal.detail}")
             self._count_lie(refusal.kind, report)

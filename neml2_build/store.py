@@ -363,13 +363,20 @@ class Store:
     # ---------------------------------------------------------------- writing
 
     def _writing(self, work: Callable[[], Any]) -> Any:
-        """Do *work*, which writes below :attr:`_top`; once more in the overlay when the store cannot be written."""
-        for _ in range(2):
+        """Do *work*, which writes below :attr:`_top`; again in the overlay when the store cannot be written, and again
+        with new folders when somebody removed the store under us."""
+        for attempt in range(3):
             try:
                 return work()
             except OSError as error:
                 if error.errno in _FULL:
                     raise self._full(error) from None
+                if error.errno == errno.ENOENT and attempt == 0:
+                    with self._mutex:
+                        session, self._session = self._session, None
+                        if session:
+                            session.close()
+                    continue
                 if error.errno not in _DENIED or self.readonly:
                     raise TaskError(
                         f"the store cannot be written: {error.strerror}",
@@ -412,7 +419,11 @@ class Store:
                     os.fsync(stream.fileno())
                 final.parent.mkdir(parents=True, exist_ok=True)
                 _step("synced")
-                part.replace(final)
+                try:
+                    part.replace(final)
+                except FileNotFoundError:  # what NFS answers when it did it, lost its answer, and was asked again
+                    if not final.exists():
+                        raise
                 _step("renamed")
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -458,7 +469,7 @@ class Store:
 
         Raises
         ------
-        ValueError
+        ObjectMissing
             One of its outputs is not in the store.
         TaskError
             The disk is full.
@@ -474,7 +485,7 @@ class Store:
         """As :meth:`record`, for an action that came verified from elsewhere, with the signatures that it came with."""
         for output in action.outputs:
             if self._find_file("objects", _checked(output.digest)) is None:
-                raise ValueError(f"output {output.name!r} of {action.stage}:{action.target} was never put")
+                raise ObjectMissing(f"output {output.name!r} of {action.stage}:{action.target}")
         self.used(action.key)
         self._write("actions", _checked(action.key), (encode(action, signatures),), 0o644)
 

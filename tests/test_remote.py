@@ -224,6 +224,17 @@ class TestSharing:
             assert store.counts == {"hit-remote": 40}
             assert store.check().ok
 
+    def test_what_is_lost_again_while_it_comes_is_a_miss(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = world.publish("eq", b"one")
+        store = world.machine()
+
+        def accept(*_: object) -> None:
+            raise ObjectMissing
+
+        monkeypatch.setattr(store, "accept", accept)
+        assert store.find(made.key) is None
+        assert store.counts == {"miss-object-missing": 1}
+
     def test_a_store_that_cannot_be_written_still_fetches(self, world: World) -> None:
         made = world.publish("eq", b"one")
         store = Store(world.folder / "readonly", remote=Remote(world.backend), readonly=True)
@@ -994,7 +1005,7 @@ def _builder(root: str, shared: str, seed: int, log: str) -> None:
                             if action is None:
                                 made = tuple(Output(part, *store.put(_content(name) + part.encode())) for part in "ab")
                                 action = Action(key=key(name), stage="s", target=name, outputs=made, seconds=1.0)
-                                with contextlib.suppress(ValueError):  # damaged by another builder meanwhile
+                                with contextlib.suppress(ObjectMissing):  # damaged by another builder meanwhile
                                     store.record(action)
                                 out.write(b"made\n")
                             else:
@@ -1017,7 +1028,7 @@ def _builder(root: str, shared: str, seed: int, log: str) -> None:
                         out.write(b"checked\n")
                     elif luck < 0.08:
                         folder = chance.choice([Path(root) / "objects", Path(root) / "actions", Path(shared)])
-                        with contextlib.suppress(OSError, IndexError):
+                        with contextlib.suppress(OSError, LookupError, ValueError):
                             victim = chance.choice([path for path in folder.rglob("*") if path.is_file()])
                             data = bytearray(victim.read_bytes())
                             data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)

@@ -225,7 +225,7 @@ class TestActions:
         assert stat.S_IMODE(action_path(root, action.key).stat().st_mode) == 0o644
 
     def test_outputs_come_first(self, store: Store) -> None:
-        with pytest.raises(ValueError, match="never put"):
+        with pytest.raises(ObjectMissing):
             store.record(Action(key=key("x"), stage="lower", target="x", outputs=(Output("f", digest(b"no"), 2),)))
         assert store.find(key("x")) is None
 
@@ -517,6 +517,30 @@ with store.Store({str(root)!r}) as one:
         os.utime(leftover, (1, 1))
         assert store.gc().interrupted == 1
         assert not leftover.exists()
+
+
+class TestPulledAway:
+    def test_a_store_that_is_removed_meanwhile_is_made_again(self, store: Store, root: Path) -> None:
+        made = make(store, "a", b"a")
+        shutil.rmtree(root)
+        with pytest.raises(ObjectMissing):
+            store.read(made.outputs[0].digest)
+        assert store.find(made.key) is None
+        again = make(store, "a", b"a")
+        assert store.find(again.key) == again
+        with store.lock(again.key), store.tmp() as folder:
+            assert folder.is_dir()
+
+    def test_a_rename_that_nfs_did_twice(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = Path.replace
+
+        def replace(path: Path, target: Path) -> Path:
+            original(path, target)
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+        monkeypatch.setattr(Path, "replace", replace)
+        made = make(store, "a", b"a")
+        assert store.find(made.key) == made
 
 
 class TestFullDisk:
