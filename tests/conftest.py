@@ -170,7 +170,12 @@ class Project:
     def command(self, *arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         """``neml2-build`` with the fake compiler, in a process of its own."""
         return subprocess.run(
-            command(*arguments), cwd=cwd or self.root, env=fake_environment(**environment), capture_output=True, text=True, timeout=120
+            command(*arguments),
+            cwd=cwd or self.root,
+            env=fake_environment(**environment),
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
 

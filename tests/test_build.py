@@ -213,7 +213,9 @@ class TestStore:
 
     def test_a_lost_program_is_captured_again_when_it_is_to_be_lowered(self, project: Project, look: dict[str, Any]) -> None:
         project.build()
-        programs = [action for action in (project.cache / "actions").rglob("*.json") if b'"stage":"export"' in action.read_bytes()]
+        programs = [
+            action for action in (project.cache / "actions").rglob("*.json") if b'"stage":"export"' in action.read_bytes()
+        ]
         assert programs
         for path in (project.cache / "objects").rglob("*"):
             if path.is_file() and not path.read_bytes().startswith((b"fake ", b"{", b"#", b"\n", b"[M")):
