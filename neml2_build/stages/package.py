@@ -74,13 +74,17 @@ def staging(output: Path) -> Iterator[Path]:
     """A fresh folder on the file system of *output*; removed afterwards, with what killed builds left there."""
     top = output / STAGING
     scratch = top / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    scratch.mkdir(parents=True)
+    while True:
+        # Another target's end may remove the empty folder just now.
+        top.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            scratch.mkdir()
+            break
     try:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            top.rmdir()
+        sweep(output)
 
 
 def sweep(output: Path) -> None:
