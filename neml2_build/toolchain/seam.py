@@ -180,7 +180,7 @@ class Seam:
             return False
         flags = self._flags(command)
         made = self._piece("interface", command.compiler, flags, [parts.interface], self._make_interface)
-        model = self._piece("model header", command.compiler, flags, [upstream.PREFIX + "\n", header], self._make_model_header)
+        model = self._piece("model header", command.compiler, flags, [upstream.MODEL_HEADER, header], self._make_model_header)
         self._compile(command, cwd, name, parts.model, [f"-I{model / 'overlay'}", "-include", str(model / "model.h"), *flags])
         self._interfaces[command.output] = made / "interface.o"
         return True

@@ -27,6 +27,15 @@ KERNEL_PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"
 #: The only prefix that is known: a wrapper for the CPU. One for CUDA, or with stack allocation, is compiled as it is.
 PREFIX = "#include <torch/csrc/inductor/aoti_include/cpu.h>"
 
+#: What the precompiled header of a model's part holds. In a whole wrapper g++ has inlined up to its limit for a translation
+#: unit before it comes to the constructor of ``std::stringstream``; in the smaller unit it would inline that too, and the
+#: library would export the three destructors of ``std::stringbuf``, which torch's does not.
+MODEL_HEADER = (
+    "#include <istream>\n#include <ostream>\n"
+    '#pragma GCC push_options\n#pragma GCC optimize ("no-inline")\n#include <sstream>\n#pragma GCC pop_options\n'
+    f"{PREFIX}\n"
+)
+
 #: Names of `interface.cpp` that a model's part would use only if it were not just a model.
 _OF_INTERFACE = ("AOTInductorModelContainer", "AOTINoGradGuard", "CONVERT_EXCEPTION_TO_ERROR_CODE", "AOTI_VECTOR_SIZE_CHECK")
 
