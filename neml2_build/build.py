@@ -223,7 +223,9 @@ class Build:
                         self._isa = msgspec.json.decode(self.store.read(action.outputs[0].digest))
                 if self._isa is None:
                     began = time.perf_counter()
-                    found = self.compiler.probe().result().value
+                    done = self.compiler.probe().result()
+                    self.journal.tell("job-end", stage="probe", seconds=done.usage.seconds)
+                    found = done.value
                     data, size = self.store.put(msgspec.json.encode(found))
                     self.store.record(self.action(key, "probe", "", [Output("isa.json", data, size)], made_of, began, {}))
                     self._isa = found
