@@ -120,6 +120,7 @@ def collect(build: Build, events: Sequence[Event], earlier: Sequence[Sequence[Ev
     chain = trace.longest_chain(events)
     work = sum(span.seconds for span in spans)
     targets = _targets(build, events, spans, reuse)
+    stages = _stages(events, spans, earlier)
     return {
         "project": build.root.name,
         "manifest": build.records.relative(build.manifest.file) if build.manifest.file else "",
@@ -143,7 +144,8 @@ def collect(build: Build, events: Sequence[Event], earlier: Sequence[Sequence[Ev
         "timeline": timeline(events, spans, wall, chain),
         "chain": _chain_rows(chain),
         "chain_seconds": sum(span.seconds for span in chain),
-        "stages": _stages(events, spans, earlier),
+        "stages": stages,
+        "stages_known": any(row["history"] for row in stages),
         "graphs": _graphs(spans, earlier),
         "targets": targets,
         "reasons": _reasons(events),
@@ -206,7 +208,7 @@ def _bars(spans: Sequence[trace.Span], wall: float, critical: set[tuple[str, str
                 "critical": chosen,
                 "count": 1,
                 "seconds": span.seconds,
-                "label": span.name if width > 3 else "",
+                "label": span.name if width > 5 else "",
                 "text": _told(span),
             }
         )
@@ -215,7 +217,14 @@ def _bars(spans: Sequence[trace.Span], wall: float, critical: set[tuple[str, str
 
 def _told(span: trace.Span) -> str:
     """What a bar says of its job."""
-    verbs = {"export": "capture", "lower": "compile", "parse": "parse", "package": "publish", "stub": "stub"}
+    verbs = {
+        "export": "capture",
+        "lower": "compile",
+        "parse": "parse",
+        "package": "publish",
+        "stub": "stub",
+        "probe": "ask torch what",
+    }
     parts = [f"{verbs.get(span.stage.partition('-')[0], span.stage)} {span.name}: {short_time(span.seconds)}"]
     if span.outcome == "failed":
         parts.append("failed")
@@ -281,7 +290,7 @@ def _stages(events: Sequence[Event], spans: Sequence[trace.Span], earlier: Seque
             {
                 "stage": stage,
                 "kind": stage.partition("-")[0],
-                "unit": "graphs" if stage.startswith("lower") else "models" if stage == "export" else "targets",
+                "unit": {"lower": "graphs", "export": "models", "probe": "machine"}.get(stage.partition("-")[0], "targets"),
                 "jobs": len(seconds),
                 "tasks": dict(outcomes[stage]),
                 "total": sum(seconds),

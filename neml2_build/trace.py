@@ -56,6 +56,8 @@ class Span:
 
     @property
     def name(self) -> str:
+        if self.stage == "probe":
+            return "this CPU can do"
         return f"{self.target}/{self.graph.removesuffix('.pt2')}" if self.graph else self.target
 
 
@@ -165,6 +167,8 @@ def longest_chain(events: Sequence[Event]) -> list[Span]:
     chains: dict[str, list[Span]] = {}
     slowest: dict[str, Span] = {}
     for span in [*own_stages(events), *jobs(events)]:
+        if span.stage == "probe":
+            continue
         if span.graph:
             best = slowest.get(span.target)
             if best is None or span.seconds > best.seconds:
@@ -177,4 +181,4 @@ def longest_chain(events: Sequence[Event]) -> list[Span]:
     return sorted(best, key=lambda span: (_ORDER.get(span.stage.partition("-")[0], 2), span.begin))
 
 
-_ORDER = {"parse": 0, "export": 1, "lower": 2, "package": 3, "stub": 4}
+_ORDER = {"probe": -1, "parse": 0, "export": 1, "lower": 2, "package": 3, "stub": 4}
