@@ -28,7 +28,8 @@ from neml2_build.events import Event
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from neml2_build.build import Build, TargetRun
+    from neml2_build.build import Build
+    from neml2_build.target import TargetRun
 
 STAGES = ("parse", "export", "lower", "package", "stub")
 #: Seconds that a stage takes where no earlier build knows.

@@ -215,17 +215,13 @@ def _bars(spans: Sequence[trace.Span], wall: float, critical: set[tuple[str, str
     return bars
 
 
+_VERBS = {"export": "capture", "lower": "compile", "package": "publish", "probe": "ask torch what"}
+
+
 def _told(span: trace.Span) -> str:
     """What a bar says of its job."""
-    verbs = {
-        "export": "capture",
-        "lower": "compile",
-        "parse": "parse",
-        "package": "publish",
-        "stub": "stub",
-        "probe": "ask torch what",
-    }
-    parts = [f"{verbs.get(span.stage.partition('-')[0], span.stage)} {span.name}: {short_time(span.seconds)}"]
+    kind = span.stage.partition("-")[0]
+    parts = [f"{_VERBS.get(kind, kind)} {span.name}: {short_time(span.seconds)}"]
     if span.outcome == "failed":
         parts.append("failed")
     if span.waited >= 0.1:
