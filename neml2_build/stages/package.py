@@ -75,11 +75,15 @@ def staging(output: Path) -> Iterator[Path]:
     top = output / STAGING
     scratch = top / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     while True:
-        # Another target's end may remove the empty folder just now.
-        top.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
+        # Another target's end may remove the empty folder just now, between any two of these steps.
+        output.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            top.mkdir()
+        try:
             scratch.mkdir()
             break
+        except FileNotFoundError:
+            continue
     try:
         yield scratch
     finally:
@@ -89,11 +93,11 @@ def staging(output: Path) -> Iterator[Path]:
 
 def sweep(output: Path) -> None:
     """Remove what builds that were killed left in the staging folder."""
-    for leftover in (output / STAGING).glob("*-*"):
-        pid = leftover.name.partition("-")[0]
-        if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(leftover, ignore_errors=True)
     with contextlib.suppress(OSError):
+        for name in os.listdir(output / STAGING):
+            pid, dash, _ = name.partition("-")
+            if dash and pid.isdigit() and not _alive(int(pid)):
+                shutil.rmtree(output / STAGING / name, ignore_errors=True)
         (output / STAGING).rmdir()
 
 
