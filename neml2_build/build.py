@@ -66,6 +66,8 @@ class Build:
         The process environment.
     journal
         Who is told what happens.
+    keep_going
+        Build without the targets of an input file that is missing or cannot be read; it is among `failures`.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Build:
         environ: Mapping[str, str] | None = None,
         journal: Journal | None = None,
         store: Store | None = None,
+        keep_going: bool = False,
     ) -> None:
         self.manifest = manifest
         self.environ = dict(os.environ if environ is None else environ)
@@ -113,7 +116,7 @@ class Build:
                 [PARSE_VERSION, export.VERSION, lower.VERSION],
             ]
         )
-        self.targets = manifest.targets(self._models_of)
+        self.targets = manifest.targets(self._models_of, on_error=self.failures.append if keep_going else None)
         self.runs = {target.name: TargetRun(self, target) for target in self.targets}
         self.journal.tell("build-start", info={"began": self.journal.began, "jobs": self.jobs, "targets": len(self.runs)})
 

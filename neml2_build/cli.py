@@ -165,7 +165,7 @@ def build_command(
     neml2-build build 'visco*' --dry-run
     """
     began = time.perf_counter()
-    build = load_build(manifest, jobs=jobs, force=force, stock=stock)
+    build = load_build(manifest, jobs=jobs, force=force, stock=stock, keep_going=keep_going)
     runs = build.select(names)
     if dry_run:
         return _dry_run(build, runs, as_json)
