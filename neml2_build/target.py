@@ -195,7 +195,9 @@ class TargetRun:
             self._fail(error, stage)
             raise error from failed
         except OSError as error:
-            wrapped = TaskError(f"{error.strerror or error}", file=error.filename, remedy="check space and permissions")
+            wrapped = TaskError(
+                f"{error.strerror or error}", file=error.filename2 or error.filename, remedy="check space and permissions"
+            )
             self._fail(wrapped, stage)
             raise wrapped from error
         self.build.journal.tell(
@@ -346,7 +348,7 @@ class TargetRun:
             changes = hit.diff_fields(self.build.store.read(before).decode(), self.parsed.slice)
         except (ObjectMissing, BuildError):
             return ()
-        return tuple(Reason("model-changed", change) for change in changes)
+        return tuple(Reason("model-changed", change if len(change) <= 200 else f"{change[:197]}...") for change in changes[:50])
 
     def _name(self, path: Path | str) -> str:
         """A file's name in a key: relative to the project, or its bare name where it lies outside. Never absolute."""
