@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     isa
         What `probe` found on this machine.
     prepared, work
-        Folders: pieces of the toolchain that are made once; scratch space of this job.
+        Existing folders: pieces of the toolchain that are made once; scratch space, in which the job makes a folder of its own.
     stock
         Whether to compile exactly as torch does.
     debug
@@ -92,16 +93,18 @@ def job(request: Request) -> Result:
     if request.device.startswith("cuda"):
         program = _on_cuda(program)
     try:
-        lowered = toolchain.lower(
-            program,
-            inductor={"cpp.threads": request.threads, **request.inductor},
-            prepared_dir=Path(request.prepared),
-            work_dir=Path(request.work),
-            stock=request.stock,
-            isa=request.isa,
-            march=request.march,
-            debug=request.debug,
-        )
+        # A folder of its own: two jobs that run at once would take each other's package for theirs.
+        with tempfile.TemporaryDirectory(dir=request.work, ignore_cleanup_errors=True) as work:
+            lowered = toolchain.lower(
+                program,
+                inductor={"cpp.threads": request.threads, **request.inductor},
+                prepared_dir=Path(request.prepared),
+                work_dir=Path(work),
+                stock=request.stock,
+                isa=request.isa,
+                march=request.march,
+                debug=request.debug,
+            )
     except TaskError:
         raise
     except Exception as error:
