@@ -111,12 +111,10 @@ def names_argument(function: Any) -> Any:
 def load_build(manifest: str | None, **options: Any) -> Build:
     """The build of the manifest at *manifest*, or of the one found from here. Raises `RequestError`."""
     from neml2_build.build import Build
+    from neml2_build.compiler import chosen
     from neml2_build.manifest import Manifest
 
-    if os.environ.get("NEML2_BUILD_COMPILER") == "fake":
-        from neml2_build.compiler import FakeCompiler
-
-        options.setdefault("compiler", FakeCompiler(options.get("jobs") or 2))
+    options.setdefault("compiler", chosen(options.get("jobs") or 2, os.environ))
     return Build(Manifest.load(manifest), **options)
 
 
@@ -165,6 +163,12 @@ def build_command(
     neml2-build build 'visco*' --dry-run
     """
     began = time.perf_counter()
+    if not (names or dry_run or force):
+        from neml2_build.null import unchanged
+
+        known = unchanged(manifest, os.environ, _compiler_name(), stock)
+        if known is not None:
+            return _nothing_to_do(known, time.perf_counter() - began, quiet, as_json)
     build = load_build(manifest, jobs=jobs, force=force, stock=stock, keep_going=keep_going)
     runs = build.select(names)
     if dry_run:
@@ -201,6 +205,30 @@ def build_command(
         say("neml2-build: interrupted; what was finished is kept")
         return 130
     return 0 if not build.failures else max(error.exit_code for error in build.failures)
+
+
+def _compiler_name() -> str:
+    from neml2_build.identity import REAL
+
+    return "fake" if os.environ.get("NEML2_BUILD_COMPILER") == "fake" else REAL
+
+
+def _nothing_to_do(total: int, seconds: float, quiet: bool, as_json: bool) -> int:
+    if not quiet:
+        say(f"neml2-build: {total} targets: {total} up to date; {seconds:.1f} s")
+    if as_json:
+        targets = {"total": total, "built": 0, "restored": 0, "up_to_date": total, "failed": 0, "skipped": 0}
+        print_json(
+            {
+                "ok": True,
+                "seconds": round(seconds, 3),
+                "targets": targets,
+                "graphs": {"lowered": 0, "reused": 0},
+                "torch_imported": "torch" in sys.modules,
+                "failures": [],
+            }
+        )
+    return 0
 
 
 def summarize(build: Build, runs: list[TargetRun], seconds: float) -> dict[str, Any]:

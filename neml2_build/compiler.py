@@ -21,6 +21,7 @@ from neml2_build import hit
 from neml2_build.digest import canonical_json, digest
 from neml2_build.errors import TaskError
 from neml2_build.forkserver import Usage
+from neml2_build.identity import REAL
 from neml2_build.stages import export, lower
 from neml2_build.workers import Done, ForkExecutor, Near
 
@@ -59,7 +60,7 @@ class Compiler(Protocol):
 class RealCompiler:
     """NEML2's exporter and torch's AOTInductor, in workers forked from one preloaded process."""
 
-    name = "aotinductor"
+    name = REAL
 
     def __init__(self, jobs: int, environment: Mapping[str, str], logs: Path) -> None:
         self._executor = ForkExecutor(jobs, environment, logs)
@@ -173,3 +174,8 @@ class FakeCompiler:
             raise TaskError("told to fail")
         package = b"fake " + canonical_json([request.graph, request.device, request.inductor, request.march])
         return lower.Result(package=package, seconds={})
+
+
+def chosen(jobs: int, environ: Mapping[str, str]) -> Compiler | None:
+    """The fake where ``NEML2_BUILD_COMPILER=fake`` asks for it, in tests and benchmarks; None stands for the real one."""
+    return FakeCompiler(jobs) if environ.get("NEML2_BUILD_COMPILER") == "fake" else None

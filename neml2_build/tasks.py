@@ -8,6 +8,7 @@ loses its database to SIGKILL): each task has one ``uptodate`` callable, which a
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from doit.exceptions import TaskFailed
 
 from neml2_build.build import Build
 from neml2_build.clean import removable, remove
+from neml2_build.compiler import chosen
 from neml2_build.errors import BuildError
 from neml2_build.manifest import Manifest
 from neml2_build.target import TargetRun
@@ -54,7 +56,7 @@ def create_tasks(manifest: Manifest, *, build: Build | None = None) -> Iterator[
         If the manifest is wrong.
     """
     if build is None:
-        build = Build(manifest)
+        build = Build(manifest, compiler=chosen(2, os.environ))
         atexit.register(build.close)
     yield from tasks_of(build.runs.values())
 
