@@ -20,10 +20,11 @@ from typing import Any
 import msgspec
 
 from neml2_build import environment as environments
+from neml2_build import fit
 from neml2_build import hit
 from neml2_build.compiler import Compiler, RealCompiler
 from neml2_build.digest import digest_file, digest_json
-from neml2_build.errors import BuildError, RequestError
+from neml2_build.errors import BuildError, RequestError, TaskError
 from neml2_build.events import Journal
 from neml2_build.manifest import Manifest, Model
 from neml2_build.records import Records, Snapshot, settled
@@ -31,6 +32,10 @@ from neml2_build.stages import export, lower
 from neml2_build.store import Action, ObjectMissing, Output, Store
 from neml2_build.target import PARSE_VERSION, TargetRun
 from neml2_build.workers import Done
+
+
+#: How long a build waits at its end for what it writes to the shared store.
+UPLOAD_SECONDS = 60.0
 
 
 @dataclass
@@ -106,6 +111,8 @@ class Build:
         self._graphs_lock = threading.Lock()
         self._isa: dict[str, Any] | None = None
         self._isa_lock = threading.Lock()
+        self._connected = store is not None
+        self._connecting = threading.Lock()
         self._models: dict[str, list] = {}
         self.toolchain = self._toolchain_identity()
         self.identity = digest_json(
@@ -136,6 +143,26 @@ class Build:
                     raise RequestError(f"the cache cannot be written to: {error.strerror}", file=self.cache) from None
                 self._compiler = RealCompiler(self.jobs, environments.worker_environment(self.environ), logs)
             return self._compiler
+
+    def connect(self) -> None:
+        """Put the shared store and the keys that the manifest names behind the store: when there is something to do, because
+        a null build asks nobody. Raises `RequestError` where the address or a key is of no use.
+        """
+        with self._connecting:
+            if self._connected:
+                return
+            manifest = self.manifest
+            trusted = [manifest.trusted_keys] if isinstance(manifest.trusted_keys, str) else manifest.trusted_keys
+            if trusted or manifest.signing_key or self.environ.get("NEML2_BUILD_SIGNING_KEY"):
+                from neml2_build.signing import Keys
+
+                self.store.keys = Keys.load(trusted, manifest.signing_key, root=self.root, environ=self.environ)
+            if manifest.remote:
+                from neml2_build.remote import open_remote
+
+                write = manifest.remote_write
+                self.store.remote = open_remote(manifest.remote, write=write, root=self.root, environ=self.environ)
+            self._connected = True
 
     @property
     def torch_imported(self) -> bool:
@@ -229,8 +256,7 @@ class Build:
                     done = self.compiler.probe().result()
                     self.journal.tell("job-end", stage="probe", seconds=done.usage.seconds)
                     found = done.value
-                    data, size = self.store.put(msgspec.json.encode(found))
-                    self.store.record(self.action(key, "probe", "", [Output("isa.json", data, size)], made_of, began, {}))
+                    self.keep(key, "probe", "", {"isa.json": msgspec.json.encode(found)}, made_of, began)
                     self._isa = found
             return self._isa
 
@@ -264,14 +290,14 @@ class Build:
 
     def _lower_now(self, future: Future, key: str, made_of: dict, request: Callable[[], lower.Request], how: dict) -> bool:
         """Answer *future* from the store or start the compile; False while another process is compiling the same."""
-        if not self.force and (action := self.store.find(key)) is not None:
+        if (action := self._usable(key)) is not None:
             future.set_result((action, False))
             return True
         lock = self.store.try_lock(key)
         if lock is None:
             return False
         try:
-            if not self.force and (action := self.store.find(key)) is not None:
+            if (action := self._usable(key)) is not None:
                 lock.release()
                 future.set_result((action, False))
                 return True
@@ -285,16 +311,17 @@ class Build:
         def finish(done: Future) -> None:
             try:
                 result: Done = done.result()
-                found, size = self.store.put(result.value.package)
+                package = result.value.package
+                needs, notes = fit.examine(package, made_of["march"])
                 info = {
                     "phases": result.value.seconds,
-                    "notes": list(result.value.notes),
+                    "notes": [*result.value.notes, *notes],
+                    "needs": needs,
                     "cpu_seconds": round(result.usage.cpu_seconds, 3),
                     "peak_bytes": result.usage.peak_bytes,
                 }
-                action = self.action(key, "lower", how["target"], [Output("graph.pt2", found, size)], made_of, began, info)
-                action = msgspec.structs.replace(action, seconds=round(result.usage.seconds, 3))
-                self.store.record(action)
+                took = round(result.usage.seconds, 3)
+                action = self.keep(key, "lower", how["target"], {"graph.pt2": package}, made_of, began, info, took)
             except BaseException as error:
                 self.journal.tell("graph-end", target=how["target"], stage=how["stage"], graph=how["graph"], outcome="failed")
                 lock.release()
@@ -308,12 +335,17 @@ class Build:
                 graph=how["graph"],
                 outcome="built",
                 seconds=result.usage.seconds,
-                info={**info, "bytes": size},
+                info={**info, "bytes": len(package)},
             )
             future.set_result((action, True))
 
         running.add_done_callback(finish)
         return True
+
+    def _usable(self, key: str) -> Action | None:
+        """The stored lowering of *key*, if this machine can run it."""
+        action = None if self.force else self.store.find(key)
+        return action if action is not None and fit.runs_here(action.info.get("needs") or {}, self.environment.libc) else None
 
     def forget_lost(self, lowered: Mapping[str, str]) -> None:
         """Have graphs lowered again, given as key → digest, whose packages the store has lost since."""
@@ -330,6 +362,36 @@ class Build:
                 pause = min(pause * 1.5, 0.5)
         except BaseException as error:
             future.set_exception(error)
+
+    def keep(
+        self,
+        key: str,
+        stage: str,
+        target: str,
+        contents: Mapping[str, bytes],
+        made_of: dict[str, Any],
+        began: float,
+        info: dict[str, Any] | None = None,
+        seconds: float | None = None,
+    ) -> Action:
+        """Store *contents* (bytes by name) and the record of the work *key* that made them: the record.
+
+        Once more where another process took the contents away in between: it emptied the store, or found them damaged.
+
+        Raises
+        ------
+        TaskError
+            The store cannot be written, or lost the contents twice.
+        """
+        for _ in range(2):
+            outputs = [Output(name, *self.store.put(data)) for name, data in contents.items()]
+            action = self.action(key, stage, target, outputs, made_of, began, info or {})
+            if seconds is not None:
+                action = msgspec.structs.replace(action, seconds=seconds)
+            with contextlib.suppress(ObjectMissing):
+                self.store.record(action)
+                return action
+        raise TaskError("the store keeps losing what is stored", file=self.cache, remedy="check the disk")
 
     @staticmethod
     def action(
@@ -362,6 +424,11 @@ class Build:
         if self._compiler is not None:
             self._compiler.close(kill=kill)
         self.remember()
+        if any(outcome != "up-to-date" for run in self.runs.values() for outcome in run.outcome.values()):
+            from neml2_build import upkeep
+
+            self.store.flush(0.0 if kill else UPLOAD_SECONDS)
+            upkeep.tidy(self)
         self.store.close()
 
     def remember(self) -> None:

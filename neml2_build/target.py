@@ -11,8 +11,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 #: Raised when the slice or the stub is made differently.
 PARSE_VERSION = 1
 _VARIANTS = 16
+#: How many graphs of a target are looked up in a shared store at a time.
+_LOOK_UPS = 8
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ class TargetRun:
         )
         began = time.perf_counter()
         try:
+            self.build.connect()
             self.outcome[stage] = act(stage)
         except BuildError as error:
             self._fail(error, stage)
@@ -284,15 +287,7 @@ class TargetRun:
         parsed = parsing.parse(self.target, also=frozenset(also), environ=self.build.environ)
         self.parsed = parsed
         store = self.build.store
-        made_of = {
-            "stage": "parse",
-            "request": self._parse_request(),
-            "emitter": emitter_digest(),
-            "files": self._named(parsed.files),
-            "environment": parsed.environment,
-            "also": [list(block) for block in also],
-        }
-        key = digest_json(made_of)
+        key, made_of = self._parse_key(parsed, also)
         action = None if self.build.force else store.find(key)
         if action is not None:
             objects = {output.name: output.digest for output in action.outputs}
@@ -300,12 +295,9 @@ class TargetRun:
             texts = {"slice": parsed.slice}
             if self.target.stub:
                 texts["stub"] = parsed.stub if parsed.stub is not None else self._stub_by_worker(parsed)
-            outputs = []
-            for name, text in texts.items():
-                found, size = store.put(text.encode())
-                outputs.append(Output(name, found, size))
-            store.record(self.build.action(key, "parse", self.target.name, outputs, made_of, began, {}))
-            objects = {output.name: output.digest for output in outputs}
+            contents = {name: text.encode() for name, text in texts.items()}
+            made = self.build.keep(key, "parse", self.target.name, contents, made_of, began)
+            objects = {output.name: output.digest for output in made.outputs}
         self.slice, self.stub_digest = objects["slice"], objects.get("stub")
         self.parse_files = [self.build.records.state(path, found) for path, found in parsed.files]
         for warning in parsed.warnings:
@@ -333,6 +325,18 @@ class TargetRun:
             ),
         )
         return "restored" if action is not None else "built"
+
+    def _parse_key(self, parsed: parsing.Parsed, also: Iterable[tuple[str, str]]) -> tuple[str, dict[str, Any]]:
+        """The key of the slice and stub, and what it is made of; *also* is sorted."""
+        made_of = {
+            "stage": "parse",
+            "request": self._parse_request(),
+            "emitter": emitter_digest(),
+            "files": self._named(parsed.files),
+            "environment": parsed.environment,
+            "also": [list(block) for block in also],
+        }
+        return digest_json(made_of), made_of
 
     def _stub_by_worker(self, parsed: parsing.Parsed) -> str:
         target = self.target
@@ -435,9 +439,10 @@ class TargetRun:
         self.exported = _exported(record.key, record.objects, record.info)
         return ()
 
-    def _find_export(self, base: str) -> tuple[Action | None, list[tuple[str, str]]]:
+    def _find_export(self, base: str, *, look_only: bool = False) -> tuple[Action | None, list[tuple[str, str]]]:
         """The stored result whose every file is as it was; and the blocks that the slice is known to lack."""
-        index = self.build.store.find(base)
+        find = self.build.store.peek if look_only else self.build.store.find
+        index = find(base)
         if index is None:
             return None, []
         if index.info.get("widen"):
@@ -450,7 +455,7 @@ class TargetRun:
                 )
             except OSError:
                 continue
-            if same and (action := self.build.store.find(variant["key"])) is not None:
+            if same and (action := find(variant["key"])) is not None:
                 return action, []
         return None, []
 
@@ -538,11 +543,8 @@ class TargetRun:
         if changed or [environments.signature(path) for path in paths] != stats:
             return None, []
         opened = {self.build.records.relative(path): found for path, found in result.opened if path not in declared}
-        outputs = [Output("metadata.json", *store.put(result.metadata))]
-        graphs = []
-        for graph in result.graphs:
-            outputs.append(Output(graph.name, *store.put(graph.program)))
-            graphs.append([graph.name, graph.digest, graph.inductor, graph.operations])
+        contents = {"metadata.json": result.metadata, **{graph.name: graph.program for graph in result.graphs}}
+        graphs = [[graph.name, graph.digest, graph.inductor, graph.operations] for graph in result.graphs]
         full = {**made_of, "opened": sorted([self._name(path), found] for path, found in opened.items())}
         info = {
             "graphs": graphs,
@@ -551,9 +553,8 @@ class TargetRun:
             "cpu_seconds": round(done.usage.cpu_seconds, 3),
             "peak_bytes": done.usage.peak_bytes,
         }
-        action = self.build.action(digest_json(full), "export", self.target.name, outputs, full, began, info)
-        action = msgspec.structs.replace(action, seconds=round(done.usage.seconds, 3))
-        store.record(action)
+        took = round(done.usage.seconds, 3)
+        action = self.build.keep(digest_json(full), "export", self.target.name, contents, full, began, info, took)
         index = store.find(base)
         variants = [{"key": action.key, "opened": opened}]
         if index is not None:
@@ -649,18 +650,27 @@ class TargetRun:
         record = self._record(stage)
         history = record.info.get("seconds", {}) if record is not None else {}
         waiting: list[tuple[GraphRef, str, dict[str, Any], Future]] = []
-        for graph, key, made_of in self._lower_keys(device):
-            future = self.build.lower_once(
+
+        def ask(one: tuple[GraphRef, str, dict[str, Any]]) -> Future:
+            graph, key, made_of = one
+            return self.build.lower_once(
                 key,
                 made_of,
-                lambda graph=graph, made_of=made_of: self._lower_request(graph, device, made_of),
+                lambda: self._lower_request(graph, device, made_of),
                 target=self.target.name,
                 stage=stage,
                 graph=graph.name,
                 priority=1e6 + history.get(graph.name, graph.operations / 1000),
                 near=self._near if device == "cpu" else None,
             )
-            waiting.append((graph, key, made_of, future))
+
+        keys = self._lower_keys(device)
+        if self.build.store.remote is None:
+            futures = list(map(ask, keys))
+        else:  # an answer of a shared store takes as long as its network does
+            with ThreadPoolExecutor(_LOOK_UPS) as pool:
+                futures = list(pool.map(ask, keys))
+        waiting = [(*one, future) for one, future in zip(keys, futures, strict=True)]
         done: list[Lowered] = []
         seconds: dict[str, float] = {}
         notes: dict[str, list[str]] = {}
@@ -913,7 +923,7 @@ class TargetRun:
             return Verdict(stage, "run", (*reasons, *(self._slice_differences(record.objects.get("slice")) if record else ())))
         if kind == "export":
             base, _ = self._base()
-            action, _ = (None, []) if self.build.force else self._find_export(base)
+            action, _ = (None, []) if self.build.force else self._find_export(base, look_only=True)
             if action is None:
                 return Verdict(stage, "run", reasons)
             self.exported = _exported(action.key, {output.name: output.digest for output in action.outputs}, action.info)
@@ -922,7 +932,7 @@ class TargetRun:
             device = stage.partition("-")[2]
             keys = self._lower_keys(device)
             found = (
-                [] if self.build.force else [action for _, key, _ in keys if (action := self.build.store.find(key)) is not None]
+                [] if self.build.force else [action for _, key, _ in keys if (action := self.build.store.peek(key)) is not None]
             )
             detail = f"{len(keys) - len(found)} of {len(keys)} graphs to compile"
             if len(found) == len(keys):
@@ -933,6 +943,37 @@ class TargetRun:
                 return Verdict(stage, "restore", reasons, detail)
             return Verdict(stage, "run", reasons, detail)
         return Verdict(stage, "restore" if kind == "package" else "run", reasons)
+
+    def walk(self) -> Iterator[str]:
+        """Keys of all the stored work that a build without any records would look up, in order, as far as the store has it.
+
+        Raises `BuildError` where the input cannot be read.
+        """
+        also: list[tuple[str, str]] = []
+        for _ in range(8):
+            self.parsed = parsing.parse(self.target, also=frozenset(also), environ=self.build.environ)
+            self.slice = digest(self.parsed.slice)
+            yield self._parse_key(self.parsed, also)[0]
+            base, _ = self._base()
+            yield base
+            action, wider = self._find_export(base, look_only=True)
+            if not wider:
+                break
+            also = sorted({*also, *wider})
+        else:
+            return
+        if action is None:
+            return
+        yield action.key
+        self.exported = _exported(action.key, {output.name: output.digest for output in action.outputs}, action.info)
+        for device in self.target.devices:
+            yield from (key for _, key, _ in self._lower_keys(device))
+
+    def reads(self) -> list[str]:
+        """Absolute paths of the files that the target is known to read before its model is loaded: input, includes, data,
+        extensions. Raises `BuildError` where the input cannot be read."""
+        self.parsed = parsing.parse(self.target, also=frozenset(), environ=self.build.environ)
+        return [*(str(path) for path, _ in self.parsed.files), *self._declared()]
 
     def forget(self) -> None:
         """Have the next question answered without the memory of this build: the outputs were removed."""

@@ -42,6 +42,7 @@ def piece(folder: Path, about: object, make: Make) -> Path:
     pointer = folder / f"{key}.json"
     found = _fresh(pointer)
     if found is not None:
+        _stamp(pointer)
         return found
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(str(folder / f"{key}.lock")):
@@ -69,6 +70,15 @@ def _fresh(pointer: Path) -> Path | None:
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
     return made if fresh else None
+
+
+def _stamp(pointer: Path) -> None:
+    """Mark a piece as used, once a day: one that nobody used for long is removed by `neml2_build.upkeep`."""
+    try:
+        if time.time() - pointer.stat().st_mtime > 24 * 3600.0:
+            os.utime(pointer)
+    except OSError:
+        return
 
 
 def _stat(path: Path | str) -> list[int] | None:
