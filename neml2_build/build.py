@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from neml2_build import environment as environments
-from neml2_build import fit
 from neml2_build import hit
 from neml2_build.compiler import Compiler, RealCompiler
 from neml2_build.digest import digest_file, digest_json
@@ -311,6 +310,8 @@ class Build:
         def finish(done: Future) -> None:
             try:
                 result: Done = done.result()
+                from neml2_build import fit
+
                 package = result.value.package
                 needs, notes = fit.examine(package, made_of["march"])
                 info = {
@@ -344,6 +345,8 @@ class Build:
 
     def _usable(self, key: str) -> Action | None:
         """The stored lowering of *key*, if this machine can run it."""
+        from neml2_build import fit
+
         action = None if self.force else self.store.find(key)
         return action if action is not None and fit.runs_here(action.info.get("needs") or {}, self.environment.libc) else None
 

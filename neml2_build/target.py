@@ -29,7 +29,7 @@ from neml2_build.records import Entry, FileState, Record
 from neml2_build.stages import export, lower, package
 from neml2_build.stages import parse as parsing
 from neml2_build.stages.stub import emitter_digest, stub_text_in_worker
-from neml2_build.store import Action, ObjectMissing, Output
+from neml2_build.store import Action, ObjectMissing
 from neml2_build.workers import Near, WorkerFailed
 
 if TYPE_CHECKING:
@@ -649,8 +649,6 @@ class TargetRun:
             environments.require_cuda(self.build.memo, self.target.cuda_arch)
         record = self._record(stage)
         history = record.info.get("seconds", {}) if record is not None else {}
-        waiting: list[tuple[GraphRef, str, dict[str, Any], Future]] = []
-
         def ask(one: tuple[GraphRef, str, dict[str, Any]]) -> Future:
             graph, key, made_of = one
             return self.build.lower_once(
