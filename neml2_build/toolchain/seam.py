@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -178,14 +179,20 @@ class Seam:
         if parts is None or header is None:
             self._note("the wrapper is compiled whole: torch's text is not the one that can be cut")
             return False
+        if not _is_gcc(command.compiler):
+            self._note(f"the wrapper is compiled whole: how to cut it is known for g++, not for {command.compiler}")
+            return False
         flags = self._flags(command)
         made = self._piece("interface", command.compiler, flags, [parts.interface], self._make_interface)
-        model = self._piece("model header", command.compiler, flags, [upstream.MODEL_HEADER, header], self._make_model_header)
+        flags = (*flags, *upstream.INLINING)
+        model = self._piece("model header", command.compiler, flags, [upstream.PREFIX + "\n", header], self._make_model_header)
         self._compile(command, cwd, name, parts.model, [f"-I{model / 'overlay'}", "-include", str(model / "model.h"), *flags])
         self._interfaces[command.output] = made / "interface.o"
         return True
 
     def _kernel(self, command: Command, cwd: Path) -> bool:
+        if not _is_gcc(command.compiler):
+            return False
         flags = self._flags(command)
         made = self._piece("kernel header", command.compiler, flags, [upstream.KERNEL_PREFIX + "\n"], self._make_kernel_header)
         text = Path(command.inputs[0]).read_text(encoding="utf-8")
@@ -277,6 +284,11 @@ class Seam:
 
 
 _Make = Callable[[Path, str, Sequence[str], Sequence[str]], "list[Path]"]
+
+
+def _is_gcc(compiler: str) -> bool:
+    """As ``cpp_builder._is_gcc`` tells it: by name."""
+    return re.search(r"gcc|g\+\+", Path(compiler).name) is not None and "clang" not in Path(compiler).name
 
 
 def _level(words: Sequence[str], march: str) -> list[str]:
