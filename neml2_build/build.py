@@ -20,16 +20,18 @@ from typing import Any
 import msgspec
 
 from neml2_build import environment as environments
-from neml2_build import hit
+from neml2_build import hit, versions
 from neml2_build.compiler import Compiler, RealCompiler
 from neml2_build.digest import digest_file, digest_json
 from neml2_build.errors import BuildError, RequestError, TaskError
 from neml2_build.events import Journal
+from neml2_build.identity import identity, toolchain_identity
 from neml2_build.manifest import Manifest, Model
-from neml2_build.records import Records, Snapshot, settled
-from neml2_build.stages import export, lower
+from neml2_build.null import glob_folders, manifest_digest
+from neml2_build.records import Entry, Project, Records, Snapshot, settled
+from neml2_build.stages import lower
 from neml2_build.store import Action, ObjectMissing, Output, Store
-from neml2_build.target import PARSE_VERSION, TargetRun
+from neml2_build.target import TargetRun
 from neml2_build.workers import Done
 
 
@@ -113,15 +115,8 @@ class Build:
         self._connected = store is not None
         self._connecting = threading.Lock()
         self._models: dict[str, list] = {}
-        self.toolchain = self._toolchain_identity()
-        self.identity = digest_json(
-            [
-                self.environment.for_export(),
-                self.environment.for_lowering("native"),
-                self.toolchain,
-                [PARSE_VERSION, export.VERSION, lower.VERSION],
-            ]
-        )
+        self.toolchain = toolchain_identity(self.compiler_name, stock)
+        self.identity = identity(self.environment, self.toolchain)
         self.targets = manifest.targets(self._models_of, on_error=self.failures.append if keep_going else None)
         self.runs = {target.name: TargetRun(self, target) for target in self.targets}
         self.journal.tell("build-start", info={"began": self.journal.began, "jobs": self.jobs, "targets": len(self.runs)})
@@ -172,13 +167,6 @@ class Build:
     def compiler_name(self) -> str:
         """Name of who compiles, without starting it."""
         return self._compiler.name if self._compiler is not None else RealCompiler.name
-
-    def _toolchain_identity(self) -> dict[str, Any]:
-        if self.compiler_name != RealCompiler.name:
-            return {"compiler": self.compiler_name}
-        from neml2_build import toolchain
-
-        return {"compiler": self.compiler_name, **toolchain.identity(stock=self.stock)}
 
     def _models_of(self, path: Path, model: Model) -> Sequence[str]:
         """The models that ``model = "*"`` or ``driver`` stands for, remembered while the files are as they were."""
@@ -243,7 +231,7 @@ class Build:
         with self._isa_lock:
             if self._isa is not None:
                 return self._isa
-            made_of = {"stage": "probe", "version": lower.VERSION, "environment": self.environment.for_lowering("native")}
+            made_of = {"stage": "probe", "version": versions.LOWER, "environment": self.environment.for_lowering("native")}
             key = digest_json(made_of)
             with self.store.lock(key):
                 action = self.store.find(key)
@@ -448,8 +436,28 @@ class Build:
         for name in set(entries) - set(self.runs):
             del entries[name]
             changed = True
-        if changed:
-            self.records.write_snapshot(Snapshot(entries=entries, memo=self.memo.entries, models=self._models))
+        project = self._project(entries)
+        if changed or project != self.snapshot.project:
+            snapshot = Snapshot(entries=entries, memo=self.memo.entries, models=self._models, project=project)
+            self.records.write_snapshot(snapshot)
+
+    def _project(self, entries: Mapping[str, Entry]) -> Project | None:
+        """What the quick look at the whole project needs; None unless every target is up to date."""
+        if self.manifest.file is None or set(entries) != set(self.runs):
+            return None
+        folders: dict[str, list[int]] = {}
+        for model in self.manifest.models:
+            for folder in glob_folders(self.root, model.input, (self.output, self.cache)):
+                stat = settled(environments.signature(folder))
+                if stat is None:
+                    return None
+                folders[str(folder)] = stat
+        files = [(path, stat) for stats, _ in self._models.values() for path, stat in stats]
+        try:
+            text = self.manifest.file.read_bytes()
+        except OSError:
+            return None
+        return Project(manifest_digest(text), sorted([*folders.items(), *files]))
 
 
 def _copy(done: Future, shared: Future) -> None:

@@ -259,7 +259,7 @@ def package(name: str, memo: Memo) -> dict[str, str] | None:
         return {"version": _version(folder, name, memo), "digest": digest_tree(Path(sources), name)}
     record = folder / "RECORD"
     contents = memo.get(
-        f"package:{name}", [record], lambda: digest_record(record) if record.exists() else digest_tree(folder.parent, name)
+        f"contents:{name}", [record], lambda: digest_record(record) if record.exists() else digest_tree(folder.parent, name)
     )
     return {"version": _version(folder, name, memo), "digest": contents}
 

@@ -82,6 +82,13 @@ class Entry(msgspec.Struct, array_like=True):
     variables: dict[str, str]
 
 
+class Project(msgspec.Struct, array_like=True):
+    """The project when all of it was up to date: digest of the manifest; folders and files that say what targets there are."""
+
+    manifest: str
+    files: list[tuple[str, list[int]]]
+
+
 class Snapshot(msgspec.Struct):
     """All that a null build needs to know; see the module."""
 
@@ -89,6 +96,7 @@ class Snapshot(msgspec.Struct):
     entries: dict[str, Entry] = {}
     memo: dict[str, list] = {}
     models: dict[str, list] = {}
+    project: Project | None = None
 
 
 class Records:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from neml2_build import environment as environments
-from neml2_build import hit
+from neml2_build import hit, versions
 from neml2_build.digest import digest, digest_file, digest_json
 from neml2_build.errors import BuildError, TaskError
 from neml2_build.manifest import Target
@@ -35,8 +35,6 @@ from neml2_build.workers import Near, WorkerFailed
 if TYPE_CHECKING:
     from neml2_build.build import Build
 
-#: Raised when the slice or the stub is made differently.
-PARSE_VERSION = 1
 _VARIANTS = 16
 #: How many graphs of a target are looked up in a shared store at a time.
 _LOOK_UPS = 8
@@ -168,7 +166,7 @@ class TargetRun:
             return ()
         question = getattr(self, f"_check_{stage.partition('-')[0]}")
         try:
-            reasons = question(stage)
+            reasons = self._prepare(stage) or question(stage)
         except BuildError as error:
             reasons = (Reason("input-changed", error.message),)
         if not reasons:
@@ -178,6 +176,10 @@ class TargetRun:
 
     def do(self, stage: str) -> None:
         """Do *stage*. Raises `BuildError`; whatever else is raised is a defect of the build."""
+        self._current = False
+        for before in self._needed(stage):
+            if self.check(before):
+                self.do(before)
         act = getattr(self, f"_do_{stage.partition('-')[0]}")
         self.build.journal.tell(
             "stage-start", target=self.target.name, stage=stage, info={"reasons": [str(r) for r in self.reasons.get(stage, ())]}
@@ -206,6 +208,38 @@ class TargetRun:
         self.build.journal.tell(
             "stage-end", target=self.target.name, stage=stage, outcome=self.outcome[stage], seconds=time.perf_counter() - began
         )
+
+    def _needed(self, stage: str) -> list[str]:
+        """The stages whose results *stage* reads and which this process does not know.
+
+        Within one process each stage leaves them for the next. With ``doit -n 2`` another process made them; ``doit info``
+        asks a stage alone. The records hold them.
+        """
+        kind = stage.partition("-")[0]
+        needed = [] if kind == "parse" or self.slice is not None else ["parse"]
+        if kind in ("lower", "package") and self.exported is None:
+            needed.append("export")
+        if kind == "package":
+            needed += [
+                f"lower-{device}" for device in self.target.devices if device not in self.lowered and self._possible(device)
+            ]
+        return needed
+
+    def _possible(self, device: str) -> bool:
+        """Whether graphs can be lowered for *device* here: with ``-k``, packages do not wait for what cannot be made."""
+        try:
+            if device == "cuda":
+                environments.require_cuda(self.build.memo, self.target.cuda_arch)
+        except TaskError:
+            return False
+        return True
+
+    def _prepare(self, stage: str) -> tuple[Reason, ...]:
+        """Take the results that *stage* reads from the records; the reasons for which one of them must be made first."""
+        for before in self._needed(stage):
+            if self.check(before):
+                return (Reason("stage-before", before),)
+        return ()
 
     def _fail(self, error: BuildError, stage: str) -> None:
         self.failed = error
@@ -243,7 +277,7 @@ class TargetRun:
             "variables": dict(target.variables),
             "overrides": list(target.overrides),
             "stub": target.stub,
-            "version": PARSE_VERSION,
+            "version": versions.PARSE,
         }
 
     def _check_parse(self, stage: str) -> tuple[Reason, ...]:

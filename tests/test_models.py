@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def _model_name(root: Path, entry: dict[str, Any]) -> str:
 
 
 def _edited(root: Path, entry: dict[str, Any]) -> Path:
-    """The input with the entry's overrides written into its text, beside the original.
+    """The input with the entry's overrides written into its text, in a folder of its own.
 
     NEML2 is not asked to apply them: nmhit puts the override of a block in the last of several ``[Models]`` sections, and
     NEML2 takes the first that has the block, so an override like the one of `viscoplasticity_invar` is lost without a word.
@@ -120,7 +121,7 @@ def _edited(root: Path, entry: dict[str, Any]) -> Path:
         block, name = field.split("/")[-2:]
         text, count = re.subn(rf"(\[{block}\][^\[]*?\n\s*{name} = )[^\n]*", lambda found: found[1] + value, text)  # noqa: B023
         assert count == 1, f"{override} must name one field of the text"
-    edited = path.with_name(f"{path.stem}-edited{path.suffix}")
+    edited = Path(tempfile.mkdtemp(prefix="neml2-build-test-")) / path.name
     edited.write_text(text, encoding="utf-8")
     return edited
 

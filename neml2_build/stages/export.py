@@ -29,13 +29,11 @@ from typing import Any
 
 import msgspec
 
+from neml2_build import versions
 from neml2_build.digest import digest, digest_file, digest_json
 from neml2_build.environment import signature
 from neml2_build.errors import TaskError
 from neml2_build.forkserver import Stay
-
-#: Raised when the form of what this stage stores changes: old records are then no hits.
-VERSION = 1
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -469,7 +467,7 @@ def key_of(
     """
     return {
         "stage": "export",
-        "version": VERSION,
+        "version": versions.EXPORT,
         "model": model,
         "slice": slice_digest,
         "files": dict(sorted(files)),

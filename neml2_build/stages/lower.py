@@ -18,11 +18,9 @@ from typing import Any
 
 import msgspec
 
+from neml2_build import versions
 from neml2_build.errors import TaskError
 from neml2_build.stages.export import captured
-
-#: Raised when lowering changes what it makes of the same graph: old results are then no hits.
-VERSION = 1
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,7 +207,7 @@ def key_of(
     """
     return {
         "stage": "lower",
-        "version": VERSION,
+        "version": versions.LOWER,
         "graph": graph,
         "device": device,
         "dtype": dtype,

@@ -1,0 +1,5 @@
+"""Versions of what each stage makes of the same inputs. Raised when that changes: old results are then no hits."""
+
+PARSE = 1
+EXPORT = 1
+LOWER = 1
