@@ -114,6 +114,7 @@ class Progress:
         self._weights: dict[str, dict[str, float]] = {}
         self._unread: list[str] = []
         self._swept = (-1e9, 0)
+        self._closed = False
         self._lock = threading.Lock()
 
     # -- listening ----------------------------------------------------------------------------------------------------
@@ -121,6 +122,8 @@ class Progress:
     def hear(self, event: Event) -> list[str]:
         """Take in *event*; the targets that are finished by now."""
         with self._lock:
+            if self._closed:
+                return []
             if event.kind == "target-planned":
                 self.planned[event.target] = self.build.runs[event.target]
                 self._unread.append(event.target)
@@ -138,6 +141,14 @@ class Progress:
                 self.finished.add(name)
                 del self.touched[name]
             return done
+
+    def close(self) -> list[str]:
+        """Listen no more; the targets that have finished since the last event: a stub that was up to date tells nothing."""
+        with self._lock:
+            self._closed = True
+            late = [name for name, run in self.touched.items() if is_finished(run)]
+            self.finished.update(late)
+            return late
 
     def _start(self, event: Event) -> None:
         job = Job(event.target, event.stage, event.graph, self._expected(event.target, event.stage, event.graph))
@@ -314,10 +325,9 @@ def _plain(progress: Progress, stream: TextIO, verbose: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        late = [name for name, run in progress.touched.items() if is_finished(run)]
-        for name in late:
-            progress.finished.add(name)
-            finished(name, progress.elapsed)
+        last = build.journal.events[-1].at if build.journal.events else 0.0
+        for name in progress.close():
+            finished(name, last)
 
 
 def describe(run: TargetRun, spent: Mapping[str, float]) -> str:
@@ -364,7 +374,10 @@ def _live(progress: Progress, stream: TextIO, verbose: bool) -> Iterator[None]:
                     live.console.print(Text.from_ansi(log))
 
         build.journal.listen(hear)
-        yield
+        try:
+            yield
+        finally:
+            progress.close()
 
 
 class _Screen:

@@ -54,6 +54,7 @@ def run(manifest: Manifest, stream: io.StringIO, *, verbose: bool = False, quiet
     with show(build, quiet=quiet, verbose=verbose, stream=stream):
         execute(build, list(build.runs.values()), keep_going=True)
     build.close()
+    build.journal.tell("build-end", seconds=0.0)
     return build
 
 
