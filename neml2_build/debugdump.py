@@ -54,7 +54,7 @@ def job(request: lower.Request, folder: str) -> bytes:
     place = Path(folder)
     work = place / "work"
     program = lower.load(request.program)
-    place.mkdir(parents=True, exist_ok=True)
+    (work / "scratch").mkdir(parents=True)
     (place / "captured.py").write_text(str(program) + "\n", encoding="utf-8")
     told = {"trace.enabled": True, "trace.debug_dir": str(work), "trace.debug_log": True, "trace.provenance_tracking_level": 1}
     told = {name: value for name, value in told.items() if _has(config, name)}

@@ -624,7 +624,8 @@ def _literals(package: Package) -> set[float]:
 
 def _operations(summary: Summary) -> str:
     captured, left, called = sum(summary.captured.values()), sum(summary.left.values()), sum(summary.calls.values())
-    text = f"{captured} operation{'s' * (captured != 1)} captured{_by_name(summary.captured)}, {left} left in the code{_by_name(summary.left)}"
+    plural = "s" * (captured != 1)
+    text = f"{captured} operation{plural} captured{_by_name(summary.captured)}, {left} left in the code{_by_name(summary.left)}"
     if called:
         text += f", {called} left to ATen"
     removed = captured - left - called - sum(count - 1 for count in summary.repeated.values())
