@@ -34,7 +34,6 @@ from neml2_build.store import Action, ObjectMissing, Output, Store
 from neml2_build.target import TargetRun
 from neml2_build.workers import Done
 
-
 #: How long a build waits at its end for what it writes to the shared store.
 UPLOAD_SECONDS = 60.0
 

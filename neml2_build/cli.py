@@ -176,6 +176,7 @@ def build_command(
     interrupted = False
     try:
         if any(not run.current() for run in runs):
+            build.connect()
             from neml2_build.engine import execute
             from neml2_build.progress import show
 

@@ -683,6 +683,7 @@ class TargetRun:
             environments.require_cuda(self.build.memo, self.target.cuda_arch)
         record = self._record(stage)
         history = record.info.get("seconds", {}) if record is not None else {}
+
         def ask(one: tuple[GraphRef, str, dict[str, Any]]) -> Future:
             graph, key, made_of = one
             return self.build.lower_once(
