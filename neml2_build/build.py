@@ -223,6 +223,11 @@ class Build:
 
     # -- lowering, shared by targets ----------------------------------------------------------------------------------
 
+    def isa_key(self) -> tuple[str, dict[str, Any]]:
+        """The key of what torch says of this CPU, and what it is made of."""
+        made_of = {"stage": "probe", "version": versions.LOWER, "environment": self.environment.for_lowering("native")}
+        return digest_json(made_of), made_of
+
     def isa(self) -> dict[str, Any] | None:
         """What torch says of this CPU: asked once a machine, compiler and torch, and kept in the store."""
         if self.compiler_name != RealCompiler.name or self.stock:
@@ -230,8 +235,7 @@ class Build:
         with self._isa_lock:
             if self._isa is not None:
                 return self._isa
-            made_of = {"stage": "probe", "version": versions.LOWER, "environment": self.environment.for_lowering("native")}
-            key = digest_json(made_of)
+            key, made_of = self.isa_key()
             with self.store.lock(key):
                 action = self.store.find(key)
                 if action is not None:
