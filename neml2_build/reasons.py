@@ -35,6 +35,7 @@ KINDS = {
     "output-changed": "a published file is not what was published",
     "store-missing": "a result is no longer in the store",
     "unreadable-record": "the record of the last build cannot be read",
+    "stage-before": "a stage that this one reads the results of must be done first",
     "not-in-store": "the store has no result for this key",
 }
 

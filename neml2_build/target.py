@@ -495,6 +495,7 @@ class TargetRun:
 
     def _do_export(self, stage: str) -> str:
         began = time.perf_counter()
+        self.build.check_inductor(self.target)
         outcome = "restored"
         for _ in range(8):
             base, made_of = self._base()
@@ -556,6 +557,7 @@ class TargetRun:
         if digests != made_of["files"]:
             return None, []
         stats = [environments.signature(path) for path in paths]
+        self.build.ask_ahead()
         done = self.build.compiler.export(request, priority=self._expected("export"), cwd=str(self.build.root)).result()
         result: export.Result = done.value
         store = self.build.store
