@@ -26,7 +26,7 @@ from neml2_build.digest import digest_file, digest_json
 from neml2_build.errors import BuildError, RequestError, TaskError
 from neml2_build.events import Journal
 from neml2_build.identity import identity, toolchain_identity
-from neml2_build.manifest import Manifest, Model
+from neml2_build.manifest import Manifest, Model, Target
 from neml2_build.null import glob_folders, manifest_digest
 from neml2_build.records import Entry, Project, Records, Snapshot, settled
 from neml2_build.stages import lower
@@ -109,8 +109,10 @@ class Build:
         self._digests: dict[str, tuple[list[int] | None, str]] = {}
         self._graphs: dict[str, Future] = {}
         self._graphs_lock = threading.Lock()
-        self._isa: dict[str, Any] | None = None
-        self._isa_lock = threading.Lock()
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._answer_locks: dict[str, threading.Lock] = {}
+        self._answers_lock = threading.Lock()
+        self._ahead = False
         self._connected = store is not None
         self._connecting = threading.Lock()
         self._models: dict[str, list] = {}
@@ -232,23 +234,53 @@ class Build:
         """What torch says of this CPU: asked once a machine, compiler and torch, and kept in the store."""
         if self.compiler_name != RealCompiler.name or self.stock:
             return None
-        with self._isa_lock:
-            if self._isa is not None:
-                return self._isa
-            key, made_of = self.isa_key()
+        return self._ask("probe", self.environment.for_lowering("native"), lower.probe)
+
+    def ask_ahead(self) -> None:
+        """Have `isa` asked beside the first exports: it takes 11 s on a machine that is new."""
+        with self._answers_lock:
+            if self._ahead or self.compiler_name != RealCompiler.name or self.stock:
+                return
+            self._ahead = True
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):
+                self.isa()
+
+        threading.Thread(target=ask, daemon=True).start()
+
+    def check_inductor(self, target: Target) -> None:
+        """Raise `RequestError` if *target* sets an option that this torch's inductor does not have, or to a wrong type."""
+        if not target.inductor or self.compiler_name != RealCompiler.name:
+            return
+        known = self._ask("inductor-options", {"torch": self.environment.packages.get("torch")}, lower.inductor_options)
+        for name, value in target.inductor.items():
+            problem = lower.wrong_option(name, value, known)
+            if problem is not None:
+                message, remedy = problem
+                raise RequestError(message, file=self.manifest.file, target=target.name, stage="export", remedy=remedy)
+
+    def _ask(self, stage: str, about: dict[str, Any], job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The answer of *job*, which runs in a worker once for all builds that share the store, as long as *about* holds."""
+        made_of = {"stage": stage, "version": versions.LOWER, "environment": about}
+        key = digest_json(made_of)
+        with self._answers_lock:
+            lock = self._answer_locks.setdefault(key, threading.Lock())
+        with lock:
+            if key in self._answers:
+                return self._answers[key]
             with self.store.lock(key):
                 action = self.store.find(key)
                 if action is not None:
                     with contextlib.suppress(ObjectMissing, msgspec.MsgspecError):
-                        self._isa = msgspec.json.decode(self.store.read(action.outputs[0].digest))
-                if self._isa is None:
+                        self._answers[key] = msgspec.json.decode(self.store.read(action.outputs[0].digest))
+                if key not in self._answers:
                     began = time.perf_counter()
-                    done = self.compiler.probe().result()
-                    self.journal.tell("job-end", stage="probe", seconds=done.usage.seconds)
-                    found = done.value
-                    self.keep(key, "probe", "", {"isa.json": msgspec.json.encode(found)}, made_of, began)
-                    self._isa = found
-            return self._isa
+                    done = self.compiler.run(job).result()
+                    self.journal.tell("job-end", stage=stage, seconds=done.usage.seconds)
+                    self.keep(key, stage, "", {"answer.json": msgspec.json.encode(done.value)}, made_of, began)
+                    self._answers[key] = done.value
+            return self._answers[key]
 
     def lower_once(self, key: str, made_of: dict[str, Any], request: Callable[[], lower.Request], **how: Any) -> Future:
         """A future of (`Action`, lowered): the graph of *key*, from the store or compiled, once for all who ask.

@@ -39,10 +39,6 @@ class Compiler(Protocol):
         """Lower a graph: `lower.Result`."""
         ...
 
-    def probe(self) -> Future:
-        """What torch says of this CPU."""
-        ...
-
     def run(self, function: Any, *arguments: Any) -> Future:
         """Another job that needs NEML2 or torch."""
         ...
@@ -70,9 +66,6 @@ class RealCompiler:
 
     def lower(self, request: lower.Request, *, priority: float, near: Near | None) -> Future:
         return self._executor.call(lower.job, request, priority=priority, near=near)
-
-    def probe(self) -> Future:
-        return self._executor.call(lower.probe, priority=1e9)
 
     def run(self, function: Any, *arguments: Any) -> Future:
         return self._executor.call(function, *arguments)
@@ -108,9 +101,6 @@ class FakeCompiler:
 
     def lower(self, request: lower.Request, *, priority: float, near: Near | None) -> Future:
         return self._pool.submit(self._done, "lower", request.graph, self._lower, request)
-
-    def probe(self) -> Future:
-        return self._pool.submit(self._done, "probe", "", dict)
 
     def run(self, function: Any, *arguments: Any) -> Future:
         return self._pool.submit(self._done, "run", "", function, *arguments)

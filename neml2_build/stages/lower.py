@@ -81,6 +81,46 @@ def probe() -> dict[str, Any]:
     return json.loads(json.dumps(isa.probe()))
 
 
+def inductor_options() -> dict[str, Any]:
+    """Every option of this torch's inductor with the name of its type. Runs in a worker."""
+    import torch._inductor
+    from torch._inductor import config
+
+    options: dict[str, Any] = {}
+    for name in torch._inductor.list_options():
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        options[name] = type(value).__name__
+    return options
+
+
+def wrong_option(name: str, value: Any, known: dict[str, str]) -> tuple[str, str] | None:
+    """What is wrong with setting *name* to *value*, and what to do; None if nothing is.
+
+    Parameters
+    ----------
+    known
+        Answer of `inductor_options`. A type is compared where it is plain: torch documents no types, only defaults.
+    """
+    import difflib
+
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        return (
+            f"torch's inductor has no option '{name}'",
+            f"did you mean '{near[0]}'?" if near else "see torch._inductor.config",
+        )
+    wanted = known[name]
+    if wanted == "bool" and not isinstance(value, bool):
+        return f"inductor option '{name}' is true or false, not {value!r}", f"write {name} = true"
+    if wanted in ("int", "float") and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        return f"inductor option '{name}' is a number, not {value!r}", "write a number without quotes"
+    if wanted == "str" and not isinstance(value, str):
+        return f"inductor option '{name}' is text, not {value!r}", "put it in quotes"
+    return None
+
+
 def job(request: Request) -> Result:
     """Lower one graph. Runs in a fresh worker, or in one forked from the process that captured the graph."""
     from neml2_build import toolchain
