@@ -20,6 +20,7 @@ from neml2_build.stages import lower
 FILES = {
     "captured.py": "the captured graph, as torch prints it",
     "graph.txt": "the captured graph in the model's own names",
+    "graph.svg": "a picture of it",
     "fx_graph_readable.py": "the graph that inductor was given, decomposed",
     "fx_graph_runnable.py": "the same, as a program that can be run",
     "fx_graph_transformed.py": "the graph after inductor's passes",
@@ -27,7 +28,7 @@ FILES = {
     "ir_post_fusion.txt": "loops after fusion: what became one kernel",
     "inductor_provenance_tracking_node_mappings.json": "which operation of the graph ended in which kernel",
     "inductor_provenance_tracking_kernel_stack_traces.json": "kernels and the operations that they hold",
-    "output_code.py": "where the generated code was written",
+    "output_code.cpp": "generated code, with which operation each line came from",
     "kernel.cpp": "generated kernels",
     "wrapper.cpp": "generated wrapper: buffers and calls",
     "summary.txt": "what the compiler made of the graph",

@@ -821,6 +821,10 @@ class TargetRun:
     def _do_package(self, stage: str) -> str:
         began = time.perf_counter()
         self.release()
+        if self.target.verify:
+            from neml2_build.verify import require
+
+            require(self.build, self)
         self.build.output.mkdir(parents=True, exist_ok=True)
 
         def materialize(found: str, path: Path) -> None:
