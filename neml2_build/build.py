@@ -36,6 +36,8 @@ from neml2_build.workers import Done
 
 #: How long a build waits at its end for what it writes to the shared store.
 UPLOAD_SECONDS = 60.0
+#: The same after a failure or an interrupt.
+HURRIED_SECONDS = 5.0
 
 
 @dataclass
@@ -453,7 +455,7 @@ class Build:
         if any(outcome != "up-to-date" for run in self.runs.values() for outcome in run.outcome.values()):
             from neml2_build import upkeep
 
-            self.store.flush(0.0 if kill else UPLOAD_SECONDS)
+            self.store.flush(HURRIED_SECONDS if kill else UPLOAD_SECONDS)
             upkeep.tidy(self)
         self.store.close()
 

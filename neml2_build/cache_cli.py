@@ -1,4 +1,4 @@
-"""``neml2-build cache ...``: look at the store, keep it small and whole, carry it to another machine, make keys to sign with."""
+"""``neml2-build cache ...``: look at the store, keep it small and whole, carry it elsewhere, make keys to sign with."""
 
 from __future__ import annotations
 
