@@ -108,19 +108,28 @@ def names_argument(function: Any) -> Any:
     return click.argument("names", metavar="[NAME]...", nargs=-1)(function)
 
 
-def load_build(manifest: str | None, **options: Any) -> Build:
-    """The build of the manifest at *manifest*, or of the one found from here. Raises `RequestError`."""
+def load_build(manifest: str | None, *, look_only: bool = False, **options: Any) -> Build:
+    """The build of the manifest at *manifest*, or of the one found from here. Raises `RequestError`.
+
+    With *look_only* nothing is written: not even that the store was looked at.
+    """
     from neml2_build.build import Build
     from neml2_build.compiler import chosen
     from neml2_build.manifest import Manifest
 
     options.setdefault("compiler", chosen(options.get("jobs") or 2, os.environ))
-    return Build(Manifest.load(manifest), **options)
+    found = Manifest.load(manifest)
+    if look_only:
+        from neml2_build.store import Store
+
+        options["store"] = Store(found.path(found.cache), readonly=True)
+    return Build(found, **options)
 
 
 def print_json(value: Any) -> None:
     """*value* as one JSON object on standard output."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    # ASCII: a terminal or pipe of another encoding would make of a letter something that is no JSON.
+    sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
@@ -169,7 +178,7 @@ def build_command(
         known = unchanged(manifest, os.environ, _compiler_name(), stock)
         if known is not None:
             return _nothing_to_do(known, time.perf_counter() - began, quiet, as_json)
-    build = load_build(manifest, jobs=jobs, force=force, stock=stock, keep_going=keep_going)
+    build = load_build(manifest, jobs=jobs, force=force, stock=stock, keep_going=keep_going, look_only=dry_run)
     runs = build.select(names)
     if dry_run:
         return _dry_run(build, runs, as_json)
@@ -316,7 +325,7 @@ def list_command(names: tuple[str, ...], manifest: str | None, as_json: bool) ->
     \b
     neml2-build list 'visco*'
     """
-    build = load_build(manifest)
+    build = load_build(manifest, look_only=True)
     rows = [
         {
             "name": run.target.name,
@@ -348,7 +357,7 @@ def status_command(names: tuple[str, ...], manifest: str | None, as_json: bool, 
     neml2-build status
     neml2-build status viscoplasticity -v
     """
-    build = load_build(manifest)
+    build = load_build(manifest, look_only=True)
     rows = [_status_of(run) for run in build.select(names)]
     if as_json:
         print_json({"targets": rows})
@@ -415,7 +424,7 @@ def explain_command(names: tuple[str, ...], manifest: str | None, as_json: bool)
     \b
     neml2-build explain rates
     """
-    build = load_build(manifest)
+    build = load_build(manifest, look_only=True)
     rows = []
     for run in build.select(names):
         row = _status_of(run)
