@@ -93,8 +93,8 @@ class Build:
         self.manifest = manifest
         self.environ = dict(os.environ if environ is None else environ)
         self.root = Path(manifest.root).resolve()
-        self.output = self.root / manifest.output
-        self.cache = self.root / manifest.cache
+        self.output = self.root / os.path.expanduser(manifest.output)
+        self.cache = self.root / os.path.expanduser(manifest.cache)
         self.jobs = jobs or manifest.jobs or environments.cores()
         self.force = force
         self.stock = stock

@@ -101,4 +101,4 @@ def _snapshot(file: Path, text: bytes) -> Snapshot | None:
     if not isinstance(output, str) or not isinstance(cache, str):
         return None
     root = file.parent.resolve()
-    return Records(root / cache, root / output, root).read_snapshot()
+    return Records(root / os.path.expanduser(cache), root / os.path.expanduser(output), root).read_snapshot()
