@@ -420,3 +420,12 @@ def test_published_trees_hold_the_same_bytes_wherever_they_are_made(project: Pro
     other = Project(tmp_path / "elsewhere" / "deeper with space")
     other.build()
     assert digests(other.aoti) == digests(project.aoti)
+
+
+def test_a_store_at_home(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    project.options.update(cache="~/store", output="~/out")
+    assert project.build().targets == {"built": 1}
+    assert (tmp_path / "home/store/objects").is_dir()
+    assert (tmp_path / "home/out/eq/metadata.json").exists()
+    assert sorted(path.name for path in project.root.iterdir()) == ["a.i"]
