@@ -864,6 +864,11 @@ class Store:
                 names.update((path / "used").read_text().split())
         return names
 
+    def size(self) -> tuple[int, int]:
+        """How many records there are, and the bytes on disk that they and the objects take; nothing is read."""
+        records = [entry[2] for layer in self._layers for entry in _walk(layer / "actions")]
+        return len(records), sum(records) + sum(entry[2] for layer in self._layers for entry in _walk(layer / "objects"))
+
     def stats(self) -> dict[str, Any]:
         """Numbers of the whole store, for people and ``--json``: sizes in bytes on disk, times in seconds."""
         objects = [entry for layer in self._layers for entry in _walk(layer / "objects")]
