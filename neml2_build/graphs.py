@@ -228,7 +228,7 @@ class _Reader:
         inputs, constants = self._inputs()
         outputs = [_reference(spec) for spec in self.signature["output_specs"]]
         role = role_of(metadata, self.name) if metadata else Role("", (), (), {})
-        given = role.names(len(inputs))
+        given = role.names(inputs)
         gives = role.gives(len(outputs))
         self._name_inputs(inputs, given, constants)
         spans = {raw: role.groups[shown] for raw, shown in zip(inputs, given, strict=False) if shown in role.groups}
@@ -547,12 +547,12 @@ class Role:
     groups: dict[str, tuple[tuple[str, int], ...]]
     tail: str = ""
 
-    def names(self, count: int) -> list[str]:
-        """*count* names for the inputs; `tail` and a number for those that the metadata does not name."""
-        more = count - len(self.given)
-        tail = self.tail or "in"
-        rest = [tail if more == 1 else f"{tail}_{number}" for number in range(max(more, 0))]
-        return [*self.given, *rest][:count]
+    def names(self, raw: Sequence[str]) -> list[str]:
+        """Names for the inputs *raw*; those that the metadata does not name keep theirs, or have `tail` and a number."""
+        rest = list(raw[len(self.given) :])
+        if self.tail:
+            rest = [self.tail if len(rest) == 1 else f"{self.tail}_{number}" for number in range(len(rest))]
+        return [*self.given, *rest][: len(raw)]
 
     def gives(self, count: int) -> list[str]:
         """Names of the outputs; an empty text for those without."""

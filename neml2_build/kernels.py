@@ -466,7 +466,7 @@ def _classify(text: str) -> tuple[str, str]:
 
 def _triton_kernels(wrapper: str) -> Iterator[Kernel]:
     """Triton kernels of a wrapper for a GPU: sources as comments, launches as calls."""
-    launches = {found[1]: found for found in re.finditer(r"launchKernel\((?:kernels\.)?(\w+?)(?:_\d+)?,\s*([^;]*)\);", wrapper)}
+    launches = {found[1]: found for found in re.finditer(r"launchKernel\((?:\w+\.)?(\w+),\s*([^;]*)\);", wrapper)}
     seen: set[str] = set()
     for match in re.finditer(r"async_compile\.triton\('(\w+)',\s*'''(.*?)'''", wrapper, re.DOTALL):
         name, source = match[1], match[2].replace("\\n", "\n") if "\n" not in match[2] else match[2]
