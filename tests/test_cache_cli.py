@@ -100,6 +100,27 @@ class TestBounds:
         assert cli("-q").code == 0
         assert not junk.exists()
 
+    def test_a_large_store_is_measured_and_swept_once_a_day(
+        self, project: Project, cli: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(upkeep, "MANY", 0)
+        collected = []
+        collect = Store.gc
+        monkeypatch.setattr(Store, "gc", lambda *arguments: collected.append(1) or collect(*arguments))
+        assert cli("-q").code == 0
+        assert len(collected) == 1
+        project.edit("a.i", ("factor = 1.5", "factor = 3.5"))
+        assert cli("-q").code == 0
+        assert len(collected) == 1
+        os.utime(project.cache / "swept", (time.time() - 1.1 * upkeep.DAY,) * 2)
+        project.edit("a.i", ("factor = 3.5", "factor = 4.5"))
+        assert cli("-q").code == 0
+        assert len(collected) == 2
+        project.toml('max-size = 1\n[[model]]\ninput = "a.i"\nmodel = "eq"\n')
+        project.edit("a.i", ("factor = 4.5", "factor = 5.5"))
+        assert cli("-q").code == 0
+        assert len(collected) == 3
+
     def test_gc_command(self, project: Project, cli: Any) -> None:
         assert cli("-q").code == 0
         for _ in range(2):
@@ -325,9 +346,11 @@ def test_stats_and_gc_of_a_thousand_targets(tmp_path: Path) -> None:
         began = time.perf_counter()
         found = store.stats()
         counted = time.perf_counter()
+        assert store.size() == (10_000, found["size"])
+        measured = time.perf_counter()
         removed = store.gc(found["size"] // 2)
         collected = time.perf_counter()
     assert found["actions"] == found["objects"] == 10_000
     assert 4_900 < removed.actions < 5_100 and removed.size <= found["size"] // 2
-    print(f"stats {counted - began:.2f} s, gc {collected - counted:.2f} s")
+    print(f"stats {counted - began:.2f} s, size {measured - counted:.2f} s, gc {collected - measured:.2f} s")
     assert collected - began < 30
