@@ -189,7 +189,7 @@ def _bars(spans: Sequence[trace.Span], wall: float, critical: set[tuple[str, str
     bars: list[dict[str, Any]] = []
     for span in spans:
         left, width = 100 * span.begin / wall, 100 * span.seconds / wall
-        kind = "failed" if span.outcome == "failed" else span.stage.partition("-")[0]
+        kind = "failed" if span.outcome == "failed" else _kind(span)
         chosen = (span.target, span.stage, span.graph, span.begin) in critical
         last = bars[-1] if bars else None
         joins = last is not None and width < _NARROW and last["width"] < 4 * _NARROW and kind == last["kind"] and not chosen
@@ -215,12 +215,17 @@ def _bars(spans: Sequence[trace.Span], wall: float, critical: set[tuple[str, str
     return bars
 
 
-_VERBS = {"export": "capture", "lower": "compile", "package": "publish", "probe": "ask torch what"}
+def _kind(span: trace.Span) -> str:
+    """The stage without its device; ``ask`` for what is asked of torch once a machine."""
+    return span.stage.partition("-")[0] if span.target else "ask"
+
+
+_VERBS = {"export": "capture", "lower": "compile", "package": "publish", "ask": "ask torch once:"}
 
 
 def _told(span: trace.Span) -> str:
     """What a bar says of its job."""
-    kind = span.stage.partition("-")[0]
+    kind = _kind(span)
     parts = [f"{_VERBS.get(kind, kind)} {span.name}: {short_time(span.seconds)}"]
     if span.outcome == "failed":
         parts.append("failed")
@@ -270,6 +275,9 @@ def _stage_seconds(events: Sequence[Event], spans: Sequence[trace.Span]) -> dict
     return found
 
 
+_UNITS = {"lower": "graphs", "export": "models", "probe": "machine", "inductor": "machine"}
+
+
 def _stages(events: Sequence[Event], spans: Sequence[trace.Span], earlier: Sequence[Sequence[Event]]) -> list[dict[str, Any]]:
     now = _stage_seconds(events, spans)
     before = [_stage_seconds(old, trace.jobs(old)) for old in earlier]
@@ -286,7 +294,7 @@ def _stages(events: Sequence[Event], spans: Sequence[trace.Span], earlier: Seque
             {
                 "stage": stage,
                 "kind": stage.partition("-")[0],
-                "unit": {"lower": "graphs", "export": "models", "probe": "machine"}.get(stage.partition("-")[0], "targets"),
+                "unit": _UNITS.get(stage.partition("-")[0], "targets"),
                 "jobs": len(seconds),
                 "tasks": dict(outcomes[stage]),
                 "total": sum(seconds),

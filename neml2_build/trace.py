@@ -27,7 +27,7 @@ class Span:
     Attributes
     ----------
     target, stage, graph
-        What was made; *graph* is empty for an export.
+        What was made; *graph* is empty for an export, *target* too for what is asked once a machine.
     begin, end
         Seconds since the build began.
     waited
@@ -56,8 +56,8 @@ class Span:
 
     @property
     def name(self) -> str:
-        if self.stage == "probe":
-            return "this CPU can do"
+        if not self.target:
+            return self.stage
         return f"{self.target}/{self.graph.removesuffix('.pt2')}" if self.graph else self.target
 
 
@@ -167,7 +167,7 @@ def longest_chain(events: Sequence[Event]) -> list[Span]:
     chains: dict[str, list[Span]] = {}
     slowest: dict[str, Span] = {}
     for span in [*own_stages(events), *jobs(events)]:
-        if span.stage == "probe":
+        if not span.target:
             continue
         if span.graph:
             best = slowest.get(span.target)
@@ -181,4 +181,4 @@ def longest_chain(events: Sequence[Event]) -> list[Span]:
     return sorted(best, key=lambda span: (_ORDER.get(span.stage.partition("-")[0], 2), span.begin))
 
 
-_ORDER = {"probe": -1, "parse": 0, "export": 1, "lower": 2, "package": 3, "stub": 4}
+_ORDER = {"probe": -1, "inductor": -1, "parse": 0, "export": 1, "lower": 2, "package": 3, "stub": 4}
