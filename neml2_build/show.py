@@ -321,7 +321,7 @@ def source_command(
     run = one_target(build, name)
     note_if_stale(run)
     if dump is not None:
-        return _debug(build, run, Path(dump), only, device, as_json)
+        return write_debug(build, run, Path(dump), only, device, as_json)
     found = _lowered(run, only, device)
     if as_json:
         print_json(
@@ -376,10 +376,11 @@ def debug_command(name: str, folder: str, manifest: str | None, as_json: bool, o
     build = load_build(manifest)
     run = one_target(build, name)
     note_if_stale(run)
-    return _debug(build, run, Path(folder), only, device, as_json)
+    return write_debug(build, run, Path(folder), only, device, as_json)
 
 
-def _debug(build: Build, run: TargetRun, folder: Path, only: str | None, device: str | None, as_json: bool) -> int:
+def write_debug(build: Build, run: TargetRun, folder: Path, only: str | None, device: str | None, as_json: bool) -> int:
+    """Compile the graphs of *run* once more, for *device*, with everything told to the new *folder*; the exit code."""
     from neml2_build import debugdump
 
     found = graphs_of(run, only)

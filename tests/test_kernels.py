@@ -98,7 +98,7 @@ def test_what_is_no_package() -> None:
         ("tmp0 <= tmp1", "le"),
         ("tmp0.pow(tmp1)", "pow"),
         (
-            "[&]() { auto left = tmp0 > 0 ? decltype(tmp0)(1) : decltype(tmp0)(0); auto right = tmp0; return left - right; } ()",
+            "[&]() { auto left = tmp0 > 0 ? T(1) : T(0); auto right = tmp0 < 0; return left - right; } ()",
             "sign",
         ),
     ],
