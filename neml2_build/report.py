@@ -136,6 +136,7 @@ def collect(build: Build, events: Sequence[Event], earlier: Sequence[Sequence[Ev
         "reused": len(reuse["graphs"]),
         "saved": sum(row["seconds"] for row in (*reuse["graphs"], *reuse["exports"])),
         "reuse": reuse,
+        "untouched": _untouched(build, events),
         "failures": [
             {"target": event.target, "stage": event.stage, "message": event.info.get("message", "")}
             for event in events
@@ -379,6 +380,26 @@ def _reuse(build: Build, events: Sequence[Event], spans: Sequence[trace.Span]) -
     return {"graphs": graphs, "exports": exports}
 
 
+def _untouched(build: Build, events: Sequence[Event]) -> float:
+    """Seconds that it would take to make the targets anew of which nothing was done; a graph that several have counts once."""
+    touched = {event.target for event in events if event.kind in ("stage-start", "failure")}
+    graphs: dict[str, float] = {}
+    captures = 0.0
+    for name, run in build.runs.items():
+        if name in touched:
+            continue
+        for stage in run.stages:
+            record = build.records.read(name, stage) if stage.startswith(("export", "lower-")) else None
+            if record is None:
+                continue
+            if stage == "export":
+                captures += record.seconds
+            else:
+                seconds = record.info.get("seconds", {})
+                graphs.update((key, seconds.get(graph, 0.0)) for graph, key, _ in record.info.get("graphs", ()))
+    return captures + sum(graphs.values())
+
+
 def _targets(
     build: Build, events: Sequence[Event], spans: Sequence[trace.Span], reuse: dict[str, list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
@@ -489,6 +510,8 @@ def short_time(seconds: float | None) -> str:
     """``4 ms``, ``3.4 s``, ``34 s``, ``2 min 14 s``, ``1 h 05 min``."""
     if seconds is None:
         return ""
+    if seconds == 0:
+        return "0 s"
     if seconds < 0.0995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 9.95:

@@ -206,6 +206,17 @@ def test_reuse_and_sizes_of_a_real_build(tmp_path):
     assert Page(report.render(data)).open == []
 
 
+def test_what_was_left_alone_counts_its_graphs_once(tmp_path):
+    build = built(project(tmp_path, 2))
+    for name in ("target0", "target1"):
+        record = build.records.read(name, "lower-cpu")
+        assert record is not None
+        seconds = dict.fromkeys(record.info["seconds"], 10.0)
+        build.records.write(name, msgspec.structs.replace(record, info={**record.info, "seconds": seconds}))
+    assert int(report._untouched(build, [])) == 40
+    assert int(report._untouched(build, [Event("stage-start", 0.0, "target0", "parse")])) == 30
+
+
 def test_narrow_bars_are_joined():
     events = [event for n in range(3000) for event in graph(f"t{n}", "g.pt2", 0, n * 0.1, n * 0.1 + 0.08)]
     spans = trace.jobs(events)
