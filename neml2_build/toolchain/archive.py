@@ -23,7 +23,7 @@ _SERIALIZATION_ID = ".data/serialization_id"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _GENERATED = re.compile(r"^c[a-z2-7]{51}\.(wrapper|kernel)(?=[._]|$)")
 _COMMANDS = re.compile(r"^// (?:Compile|Link) cmd\n// .*\n", re.MULTILINE)
-_PATH = re.compile(r"""(?P<before>^|[\s="']|-[IL])(?P<path>/[^\s"']+)""", re.MULTILINE)
+_PATH = re.compile(r"""(?P<before>[\s="']|-[IL])(?P<path>/[^\s"'/][^\s"']*)""")
 
 
 def canonicalize_pt2(data: bytes) -> bytes:

@@ -1,0 +1,527 @@
+"""The cheaper way to a graph's machine code: what is cut, when it is refused, and that nothing of a folder is left in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from neml2_build import toolchain
+from neml2_build.toolchain import isa, prepared, stubs, upstream
+from neml2_build.toolchain.archive import canonicalize_pt2
+from neml2_build.toolchain.seam import Seam, parse
+
+INTERFACE = "// interface\n#include <iostream>\nint created() { return 1; }\n"
+MODEL = "\nint modelled() {\n  return 2;\n}\n"
+WRAPPER = f"\n{upstream.PREFIX}\n{INTERFACE}{MODEL}"
+MODEL_BASE = """#pragma once
+#include <regex>
+namespace torch::aot_inductor {
+inline void parse_device_str(
+    const std::string& device_str,
+    int32_t& device_type,
+    int32_t& device_idx) {
+  std::regex re("cpu");
+  if (device_str.empty()) {
+    device_idx = 1;
+  }
+}
+
+struct Base {
+  Base(const std::string& s) { parse_device_str(s, a, b); }
+  int32_t a, b;
+};
+} // namespace torch::aot_inductor
+"""
+STEM = "c" + "a2b3c" * 10 + "d"
+OTHER = "c" + "z7y6x" * 10 + "w"
+
+
+def torch_folder() -> Path:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        pytest.skip("torch is not installed")
+    return Path(spec.origin).parent
+
+
+# -- texts of torch ---------------------------------------------------------------------------------------------------
+
+
+def test_wrapper_is_cut_between_interface_and_model():
+    parts = upstream.split(WRAPPER, INTERFACE, "model.wrapper.cpp")
+    assert parts is not None
+    assert parts.model.endswith(MODEL) and INTERFACE not in parts.model
+    assert parts.interface.endswith(INTERFACE) and "modelled" not in parts.interface
+
+
+def test_lines_of_the_model_keep_their_numbers():
+    parts = upstream.split(WRAPPER, INTERFACE, "model.wrapper.cpp")
+    assert parts is not None
+    head, _, rest = parts.model.partition("#line ")
+    number = int(rest.split()[0])
+    assert WRAPPER.splitlines()[number - 1] == rest.splitlines()[1]
+    assert head.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        WRAPPER.replace(INTERFACE, INTERFACE + " "[:0]).replace("created", "altered"),
+        WRAPPER.replace("cpu.h", "cuda.h"),
+        WRAPPER.replace(upstream.PREFIX, upstream.PREFIX + "\nint before;"),
+        WRAPPER + "AOTInductorModelContainer* c;",
+        WRAPPER + INTERFACE,
+    ],
+    ids=["another interface", "another device", "code before", "uses the interface", "interface twice"],
+)
+def test_wrapper_that_is_made_in_another_way_is_not_cut(wrapper: str):
+    assert upstream.split(wrapper, INTERFACE, "model.wrapper.cpp") is None
+
+
+def test_overlay_declares_what_it_does_not_define_and_keeps_lines():
+    text = upstream.overlay(MODEL_BASE)
+    assert text is not None
+    first, _, rest = text.partition("\n")
+    assert first.startswith("#line 1 ")
+    assert "std::regex re" not in rest and "inline void parse_device_str" not in rest
+    assert re.search(r"^void parse_device_str\([^)]*\);", rest, re.MULTILINE)
+    assert rest.count("\n") == MODEL_BASE.count("\n")
+    assert rest.index("struct Base") and rest.splitlines()[13:] == MODEL_BASE.splitlines()[13:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("inline void parse_device_str", "inline bool parse_device_str"),
+        ("int32_t& device_idx", "int64_t& device_idx"),
+        ("namespace torch::aot_inductor {", "namespace torch::inductor {"),
+        ("parse_device_str(s, a, b);", ""),
+    ],
+)
+def test_header_that_is_not_as_known_is_not_replaced(change: tuple[str, str]):
+    assert upstream.overlay(MODEL_BASE.replace(*change)) is None
+
+
+def test_installed_torch_has_the_texts_that_are_cut():
+    """Fails when torch changes them: the fast path is then off, with a note, until it is looked at."""
+    folder = torch_folder()
+    interface = (folder / upstream.INTERFACE).read_text()
+    assert upstream.overlay((folder / "include" / upstream.MODEL_BASE).read_text()) is not None
+    assert upstream.split(f"\n{upstream.PREFIX}\n{interface}\nint x;\n", interface, "w") is not None
+    assert upstream.KERNEL_PREFIX == "#include <torch/csrc/inductor/cpp_prefix.h>"
+    assert (folder / "include/torch/csrc/inductor/cpp_prefix.h").is_file()
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+COMPILE = "g++ /c/x/{0}.cpp -D A -D  B  -O1 -DNDEBUG -march=native -fPIC -I/t/include  -mavx2  -c -o /c/x/{0}.o"
+
+
+def test_commands_are_taken_apart():
+    command = parse(COMPILE.format(f"{STEM}.wrapper"))
+    assert (command.kind, command.compiler, command.output) == ("wrapper", "g++", f"/c/x/{STEM}.wrapper.o")
+    assert command.inputs == (f"/c/x/{STEM}.wrapper.cpp",)
+    assert command.flags[:4] == ("-D", "A", "-D", "B")
+    assert parse(COMPILE.format("a.kernel")).kind == "kernel"
+    assert parse(COMPILE.format("a.weights").replace(".cpp", ".S")).kind == "weights"
+    assert parse("g++ a.o b.o -shared -o x.so -ltorch").kind == "link"
+    assert parse("g++ -x c++-header a.wrapper.cpp -c -o a.gch").kind == "other"
+    assert parse("g++ a.cpp -shared -o a.so").kind == "other"
+    assert parse("nvcc a.cu -c -o a.o").kind == "other"
+
+
+class Stock:
+    """torch's own way to run commands, for a test: writes them down."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, cmd_line: str, cwd: str) -> None:
+        self.lines.append(cmd_line)
+
+
+def test_unknown_commands_are_torchs(tmp_path: Path):
+    stock = Stock()
+    seam = Seam(prepared=tmp_path / "prepared", torch_folder=tmp_path, run=stock)
+    line = "g++ a.cpp -D  X -shared -o a.so"
+    seam(line, str(tmp_path))
+    assert stock.lines == [line]
+    assert not seam.notes and not (tmp_path / "prepared").exists()
+
+
+def test_stock_changes_nothing(tmp_path: Path):
+    stock = Stock()
+    line = COMPILE.format("a.wrapper")
+    Seam(prepared=tmp_path, torch_folder=tmp_path, run=stock, stock=True)(line, str(tmp_path))
+    assert stock.lines == [line]
+
+
+def test_stock_with_a_level_changes_only_the_level(tmp_path: Path):
+    stock = Stock()
+    line = COMPILE.format("a.wrapper")
+    Seam(prepared=tmp_path, torch_folder=tmp_path, run=stock, stock=True, march="x86-64-v3")(line, str(tmp_path))
+    assert shlex.split(stock.lines[0]) == shlex.split(line.replace("-march=native", "-march=x86-64-v3"))
+
+
+def test_wrapper_that_is_not_known_is_compiled_whole_with_a_note(tmp_path: Path):
+    folder = tmp_path / "torch"
+    for name, text in ((upstream.INTERFACE, INTERFACE), (f"include/{upstream.MODEL_BASE}", "// new")):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+    (tmp_path / "a.wrapper.cpp").write_text(WRAPPER)
+    stock = Stock()
+    seam = Seam(prepared=tmp_path / "p", torch_folder=folder, run=stock)
+    line = f"g++ {tmp_path}/a.wrapper.cpp -O1 -c -o {tmp_path}/a.wrapper.o"
+    seam(line, str(tmp_path))
+    assert stock.lines == [line]
+    assert len(seam.notes) == 1 and "torch's text" in seam.notes[0]
+
+
+def fake_torch(tmp_path: Path) -> Path:
+    """A torch of three headers, for which a real compiler takes milliseconds."""
+    folder = tmp_path / "torch"
+    texts = {
+        upstream.INTERFACE: "#include <torch/csrc/inductor/aoti_runtime/model_base.h>\n"
+        'extern "C" int created() { return torch::aot_inductor::modelled("cpu"); }\n',
+        f"include/{upstream.MODEL_BASE}": MODEL_BASE.replace("#include <regex>", "#include <string>\n#include <cstdint>")
+        .replace('std::regex re("cpu");', "device_type = 7;")
+        .replace("struct Base", "int modelled(const std::string&);\nstruct Base"),
+        "include/torch/csrc/inductor/aoti_include/cpu.h": f"#pragma once\n#include <{upstream.MODEL_BASE}>\n",
+        "include/torch/csrc/inductor/cpp_prefix.h": "#pragma once\n#include <cmath>\n",
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def compile_fake(tmp_path: Path, folder: Path, build: str, note: list[str] | None = None) -> Path:
+    """Compile and link a small wrapper and kernel through the seam, in the folder *build*; the library."""
+    work = tmp_path / build
+    (work / "tmp").mkdir(parents=True)
+    interface = (folder / upstream.INTERFACE).read_text()
+    model = (
+        '\nextern "C" double kernel(double);\nnamespace torch::aot_inductor {\nint modelled(const std::string& s) {\n'
+        "  Base base(s);\n  const char* file = __FILE__;\n"
+        "  return base.a + (file[0] == '/' ? 100 : 0) + __LINE__ * 1000;\n}\n}\n"
+    )
+    (work / f"{STEM}.wrapper.cpp").write_text(f"\n{upstream.PREFIX}\n{interface}{model}")
+    (work / f"{OTHER}.kernel.cpp").write_text(
+        f'// in {work}\n\n{upstream.KERNEL_PREFIX}\nextern "C" double kernel(double x) {{ return std::sqrt(x); }}\n'
+    )
+    stock = Stock()
+    seam = Seam(prepared=tmp_path / "prepared", torch_folder=folder, run=stock)
+    flags = f"-std=c++20 -fPIC -I{folder}/include"
+    for name, level in ((f"{STEM}.wrapper", "-O1"), (f"{OTHER}.kernel", "-O3")):
+        seam(f"g++ {work}/{name}.cpp {level} {flags} -c -o {work}/{name}.o", str(work / "tmp"))
+    library = work / f"{STEM}.wrapper.so"
+    seam(f"g++ {work}/{STEM}.wrapper.o {work}/{OTHER}.kernel.o -O3 {flags} -shared -o {library}", str(work / "tmp"))
+    assert stock.lines == [] and seam.notes == (note or [])
+    return library
+
+
+def test_cut_wrapper_is_one_library_again_and_names_no_folder(tmp_path: Path):
+    import ctypes
+
+    folder = fake_torch(tmp_path)
+    library = compile_fake(tmp_path, folder, "one")
+    interface = (folder / upstream.INTERFACE).read_text()
+    line = 2 + interface.count("\n") + 7  # of the return statement in the whole wrapper
+    assert ctypes.CDLL(str(library)).created() == line * 1000 + 7
+    assert str(tmp_path).encode() not in library.read_bytes()
+
+
+def test_two_folders_give_the_same_bytes_and_share_pieces(tmp_path: Path):
+    folder = fake_torch(tmp_path)
+    one = compile_fake(tmp_path, folder, "one")
+    pieces = sorted((tmp_path / "prepared").glob("*.json"))
+    two = compile_fake(tmp_path, folder, "another/and/longer")
+    assert one.read_bytes() == two.read_bytes()
+    assert sorted((tmp_path / "prepared").glob("*.json")) == pieces
+    assert len(pieces) == 3  # interface, two headers; no library of torch's is linked, so no stubs
+
+
+def test_changed_header_is_a_new_piece(tmp_path: Path):
+    folder = fake_torch(tmp_path)
+    one = compile_fake(tmp_path, folder, "one")
+    header = folder / "include" / upstream.MODEL_BASE
+    header.write_text(header.read_text().replace("device_type = 7;", "device_type = 8;"))
+    two = compile_fake(tmp_path, folder, "two")
+    assert one.read_bytes() != two.read_bytes()
+
+
+# -- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def test_piece_is_made_once(tmp_path: Path):
+    made = []
+
+    def make(into: Path) -> list[Path]:
+        made.append(into)
+        (into / "x").write_text("x")
+        return []
+
+    first = prepared.piece(tmp_path, ["a"], make)
+    assert prepared.piece(tmp_path, ["a"], make) == first and len(made) == 1
+    assert prepared.piece(tmp_path, ["b"], make) != first
+
+
+def test_piece_is_made_again_when_a_file_that_went_in_changed(tmp_path: Path):
+    header = tmp_path / "a.h"
+    header.write_text("1")
+    made = []
+
+    def make(into: Path) -> list[Path]:
+        made.append(into)
+        return [header]
+
+    folder = tmp_path / "pieces"
+    first = prepared.piece(folder, [], make)
+    header.write_text("12")
+    second = prepared.piece(folder, [], make)
+    assert second != first and first.is_dir()  # somebody may be using the first
+    assert prepared.piece(folder, [], make) == second and len(made) == 2
+    header.unlink()
+    assert prepared.piece(folder, [], make) != second
+
+
+def test_piece_that_fails_leaves_nothing(tmp_path: Path):
+    def fail(into: Path) -> list[Path]:
+        (into / "half").write_text("x")
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        prepared.piece(tmp_path, [], fail)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    assert prepared.piece(tmp_path, [], lambda into: []).is_dir()
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"folder": "gone", "files": {}}', '{"folder": 3}'])
+def test_damaged_pointer_is_a_missing_piece(tmp_path: Path, damage: str):
+    first = prepared.piece(tmp_path, [], lambda into: [])
+    pointer = next(tmp_path.glob("*.json"))
+    pointer.write_text(damage)
+    assert prepared.piece(tmp_path, [], lambda into: []) != first
+    assert json.loads(pointer.read_text())["files"] == {}
+
+
+def test_make_rules_are_read_with_blanks_and_continuations():
+    rule = "a.o: a.cpp /usr/include/x.h \\\n /opt/my\\ torch/y.h \\\n  z.h\n\nother: b\n"
+    assert prepared.rule_prerequisites(rule) == ["a.cpp", "/usr/include/x.h", "/opt/my torch/y.h", "z.h"]
+
+
+def test_stub_stands_for_a_library(tmp_path: Path):
+    real, folder = tmp_path / "real", tmp_path / "stub"
+    real.mkdir()
+    folder.mkdir()
+    (real / "t.cpp").write_text(
+        'extern "C" int aoti_torch_get_dtype(void*, int*) { return 0; }\n'
+        'extern "C" int aoti_torch_empty_strided(long, const long*, const long*, int, int, int, void**) { return 0; }\n'
+        "namespace at { int hidden_in_cpp() { return 1; } }\n"
+    )
+    library = real / "libtorch_cpu.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so", "t.cpp", "-o", library], cwd=real, check=True)
+    link = ["g++", "-shared", "-fopenmp", "-ltorch_cpu", f"-L{real}"]
+    stubs.make(folder, link, ["-O1", "-fPIC", "-std=c++20", "-fopenmp"], {"torch_cpu": library})
+    assert [path.name for path in folder.iterdir()] == ["libtorch_cpu.so"]
+    symbols = subprocess.run(["nm", "-D", folder / "libtorch_cpu.so"], capture_output=True, text=True, check=True).stdout
+    assert "aoti_torch_get_dtype" in symbols and "hidden_in_cpp" not in symbols
+
+
+# -- CPU --------------------------------------------------------------------------------------------------------------
+
+
+def test_levels():
+    assert isa.isa_for("native") is None
+    assert isa.isa_for("x86-64-v3") == isa.Level("VecAVX2", 256, ("-march=x86-64-v3",))
+    assert isa.isa_for("x86-64-v4") == isa.Level("VecAVX512", 512, ("-march=x86-64-v4",))
+    assert isa.isa_for("x86-64-v2") == isa.Level(None, 0, ("-march=x86-64-v2",))
+    assert isa.isa_for("armv8-a") == isa.Level("VecNEON", 128, ("-march=armv8-a",))
+
+
+# -- packages ---------------------------------------------------------------------------------------------------------
+
+
+def package(root: str, folder: str, stem: str, other: str, *, times: int = 1, date=(2020, 2, 2, 2, 2, 2)) -> bytes:
+    """A package as torch writes it from *folder*; *times* as often as the cache was warm."""
+    command = f"// Compile cmd\n// g++ {folder}/{stem}.wrapper.cpp -I{folder}/include -c -o {folder}/{stem}.wrapper.o\n"
+    link = f"// Link cmd\n// g++ {folder}/{stem}.wrapper.o {folder}/{other}.kernel.o -o {folder}/{stem}.wrapper.so\n"
+    model = "data/aotinductor/model/"
+    members = {
+        f"{model}{stem}.wrapper.cpp": "\n#include <x>\n// a comment / with a slash\nint f();\n" + f"\n{command}{link}" * times,
+        f"{model}{other}.kernel.cpp": f"// Triton kernels are embedded as comments in {folder}/{stem}.wrapper.cpp\nint k;\n"
+        + f"\n{command}{link}" * times,
+        f"{model}{stem}.wrapper_metadata.json": "{}",
+        f"{model}{other}.kernel_metadata.json": "{}",
+        f"{model}{stem}.wrapper.so": "ELF",
+        "archive_format": "pt2",
+        ".data/serialization_id": stem[:40],
+    }
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in members.items():
+            archive.writestr(zipfile.ZipInfo(f"{root}/{name}", date), text)
+    return out.getvalue()
+
+
+def test_packages_of_two_folders_are_the_same_bytes():
+    one = canonicalize_pt2(package("a", "/home/me/cache", STEM, OTHER))
+    two = canonicalize_pt2(package("model_rhs", "/var/x", OTHER, STEM, times=3, date=(2024, 1, 1, 0, 0, 0)))
+    assert one == two
+    assert canonicalize_pt2(one) == one
+
+
+def test_package_keeps_what_loaders_look_for():
+    with zipfile.ZipFile(io.BytesIO(canonicalize_pt2(package("a", "/home/me", STEM, OTHER)))) as archive:
+        names = archive.namelist()
+        text = archive.read("model/data/aotinductor/model/model.wrapper.cpp").decode()
+        kernel = archive.read("model/data/aotinductor/model/model.kernel.cpp").decode()
+    assert [name.rpartition("/")[2] for name in names if "aotinductor" in name] == [
+        "model.kernel.cpp",
+        "model.kernel_metadata.json",
+        "model.wrapper.cpp",
+        "model.wrapper.so",
+        "model.wrapper_metadata.json",
+    ]
+    assert "// a comment / with a slash" in text and "\n// Compile cmd\n// g++ model.wrapper.cpp -Iinclude -c" in text
+    assert kernel.startswith("// Triton kernels are embedded as comments in model.wrapper.cpp\nint k;")
+    assert "/home" not in text + kernel
+
+
+def test_another_content_is_another_id():
+    ids = []
+    for text in (b"ELF1", b"ELF2"):
+        with zipfile.ZipFile(io.BytesIO(package("a", "/x", STEM, OTHER))) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w") as archive:
+            for name, content in members.items():
+                archive.writestr(name, text if name.endswith(".so") else content)
+        with zipfile.ZipFile(io.BytesIO(canonicalize_pt2(out.getvalue()))) as archive:
+            ids.append(archive.read("model/.data/serialization_id"))
+    assert len(ids[0]) == 40 and ids[0].isdigit() and ids[0] != ids[1]
+
+
+def test_names_that_would_meet_are_kept():
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for stem in (STEM, OTHER):
+            archive.writestr(f"m/data/aotinductor/model/{stem}.wrapper.so", stem)
+    with zipfile.ZipFile(io.BytesIO(canonicalize_pt2(out.getvalue()))) as archive:
+        assert sorted(archive.namelist()) == sorted(f"model/data/aotinductor/model/{s}.wrapper.so" for s in (STEM, OTHER))
+
+
+def test_identity_names_the_texts_without_torch():
+    torch_folder()
+    code = (
+        "import json, sys; from neml2_build import toolchain;"
+        "print(json.dumps([toolchain.identity(False), toolchain.identity(True), 'torch' in sys.modules]))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    cut, stock, imported = json.loads(told)
+    assert not imported and cut == toolchain.identity(False) and stock["way"] == "stock"
+    assert all(cut["texts"].values()) and set(cut["texts"]) == {"interface.cpp", "model_base.h"}
+
+
+# -- the real thing ---------------------------------------------------------------------------------------------------
+
+REAL = """
+import json, os, subprocess, sys, zipfile
+from pathlib import Path
+
+import torch
+from neml2_build import toolchain
+from neml2_build.toolchain.archive import canonicalize_pt2
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+
+
+class Model(torch.nn.Module):
+    def forward(self, x, y):
+        return torch.exp(x) * y.sum(-1, keepdim=True), torch.linalg.solve(y.unsqueeze(-1) * y.unsqueeze(-2) + self.one, x)
+
+    one = torch.eye(6, dtype=torch.float64)
+
+
+def program():
+    x = torch.ones(2, 6, dtype=torch.float64)
+    batch = torch.export.Dim("batch", min=2, max=1 << 20)
+    return torch.export.export(Model(), (x, 2 * x), dynamic_shapes=({0: batch}, {0: batch}))
+
+
+def symbols(path):
+    out = subprocess.run(["unzip", "-p", path, "*.so"], capture_output=True, check=True).stdout
+    library = path.with_suffix(".so")
+    library.write_bytes(out)
+    listed = subprocess.run(["nm", "-D", library], capture_output=True, text=True, check=True).stdout
+    return sorted(line.split(maxsplit=0 if line[0] == " " else 1)[-1].strip() for line in listed.splitlines())
+
+
+from torch._inductor import cpu_vec_isa
+
+answer = {}
+isa = toolchain.probe()
+cpu_vec_isa.valid_vec_isa_list.cache_clear()
+for member in vars(cpu_vec_isa).values():
+    for name in ("__bool__", "__bool__impl", "_VecISA__bool__impl"):
+        cached = vars(member).get(name) if isinstance(member, type) else None
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+started = []
+stock_popen = subprocess.Popen.__init__
+subprocess.Popen.__init__ = lambda self, *a, **k: (started.append(str(a)), stock_popen(self, *a, **k))[1]
+with toolchain.prime(isa) as notes:
+    picked = cpu_vec_isa.pick_vec_isa()
+answer["isa"] = [str(picked) == isa["picked"], picked.build_arch_flags() == isa["flags"], len(started), notes]
+subprocess.Popen.__init__ = stock_popen
+
+made = {}
+for name, stock, work in (("stock", True, "w"), ("one", False, "one"), ("two", False, "another/and/longer")):
+    made[name] = toolchain.lower(
+        program(), inductor={}, prepared_dir=folder / "prepared", work_dir=folder / work, stock=stock, isa=isa
+    )
+    (folder / f"{name}.pt2").write_bytes(made[name].pt2)
+answer["notes"] = made["one"].notes + made["two"].notes
+answer["same bytes"] = made["one"].pt2 == made["two"].pt2
+answer["folders"] = str(folder).encode() in made["one"].pt2
+answer["symbols"] = symbols(folder / "stock.pt2") == symbols(folder / "one.pt2")
+answer["seconds"] = [sum(made[n].seconds[k] for k in ("wrapper", "kernel", "link")) if n != "stock" else 0 for n in made]
+with toolchain.prime(isa):
+    loaded = [torch._inductor.aoti_load_package(str(folder / f"{n}.pt2")) for n in ("stock", "one")]
+    equal = []
+    for n in (2, 5, 64):
+        torch.manual_seed(n)
+        x, y = torch.rand(n, 6, dtype=torch.float64), torch.rand(n, 6, dtype=torch.float64)
+        a, b = (run(x, y) for run in loaded)
+        equal.append(all(p.numpy().tobytes() == q.numpy().tobytes() for p, q in zip(a, b, strict=True)))
+answer["bits"] = equal
+print(json.dumps(answer))
+"""
+
+
+@pytest.mark.real
+def test_same_symbols_same_bits_same_bytes_as_torch(tmp_path: Path):
+    torch_folder()
+    script = tmp_path / "real.py"
+    script.write_text(REAL)
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(toolchain.__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "work"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["isa"] == [True, True, 0, []]
+    assert answer["notes"] == []
+    assert answer["same bytes"] and not answer["folders"]
+    assert answer["symbols"]
+    assert answer["bits"] == [True, True, True]
