@@ -207,8 +207,8 @@ class Progress:
         with self._lock:
             return sum(job.began is None for job in self.jobs.values())
 
-    def remaining(self) -> float | None:
-        """Seconds to the end, as far as can be told; None while nothing heavy was done and nothing is known."""
+    def estimate(self) -> tuple[float, float | None]:
+        """How much of the work is done, from 0 to 1; seconds to the end, or None while nothing is known."""
         with self._lock:
             self._read_some()
             known = list(self._weights.values())
@@ -234,10 +234,11 @@ class Progress:
                     part = min(now - job.began, job.expected or _GRAPH) if job.graph else 0.0
                     done, left = done + part, max(left - part, 0.0)
         if not left:
-            return 0.0
-        if done < 0.02 * (done + left):
-            return left / max(self.build.jobs, 1) if known else None
-        return self.elapsed * left / done
+            return 1.0, 0.0
+        part = done / (done + left)
+        if part < 0.02:
+            return part, left / max(self.build.jobs, 1) if known else None
+        return part, self.elapsed * left / done
 
     def _read_some(self) -> None:
         for _ in range(min(_READS, len(self._unread))):
@@ -410,17 +411,20 @@ def screen(progress: Progress, width: int, height: int, *, ascii_only: bool = Fa
 
     done, total = progress.targets()
     failed = len(progress.build.failures)
-    left = progress.remaining()
+    part, left = progress.estimate()
     head = f"[bold]{done}[/]/{total} targets  {clock(progress.elapsed)}"
     if left is not None and done < total:
         head += f"  [dim]about {clock(left)} left[/]"
     if failed:
         head += f"  [bold red]{failed} failed[/]"
     if width >= 72:
-        head = f"{bar(done, total, min(30, width - 50), ascii_only=ascii_only)} {head}"
+        head = f"{bar(part, min(30, width - 50), ascii_only=ascii_only)} {head}"
     counts = progress.build.counts
     hits = f"graphs: {progress.compiled} compiled, {counts.reused} reused"
-    stages = "  ".join(f"[dim]{stage}[/] {some}/{all_}" for stage, (some, all_) in progress.stages().items())
+    tasks = progress.stages()
+    open_tasks = {stage: counts for stage, counts in tasks.items() if counts[0] < counts[1]}
+    shown_tasks = tasks if width >= 72 else open_tasks
+    stages = "  ".join(f"[dim]{stage}[/] {some}/{all_}" for stage, (some, all_) in shown_tasks.items())
     lines = [head]
     if height >= 3:
         lines += [stages, hits]
@@ -448,9 +452,9 @@ def job_line(job: Job, now: float, width: int, escape: Callable[[str], Any]) -> 
     return f"  [dim]{verb}[/] {escape(name)} [{'yellow' if late else 'cyan'}]{times}[/]"
 
 
-def bar(done: int, total: int, width: int, *, ascii_only: bool = False) -> str:
-    """A bar of *width* cells."""
-    full = width * done // total if total else width
+def bar(part: float, width: int, *, ascii_only: bool = False) -> str:
+    """A bar of *width* cells, filled as far as *part*, which goes from 0 to 1."""
+    full = int(width * part)
     one, none = ("#", "-") if ascii_only else ("━", "━")
     return f"[green]{one * full}[/][dim]{none * (width - full)}[/]"
 

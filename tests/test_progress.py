@@ -221,16 +221,16 @@ def test_workers_take_graphs_before_exports(tmp_path):
 
 def test_the_end_is_estimated_from_the_weight_of_what_is_left(tmp_path):
     progress, now = progress_of(tmp_path, 4, 2)
-    assert progress.remaining() is None
+    assert progress.estimate() == (0.0, None)
     for name in ("target0", "target1"):
         progress.planned[name].outcome = dict.fromkeys(progress.planned[name].stages, "built")
     now[0] = 30.0
-    assert progress.remaining() == pytest.approx(30.0)
+    assert progress.estimate() == (pytest.approx(0.5), pytest.approx(30.0))
     assert progress.targets() == (2, 4)
     assert progress.stages()["lower"] == (2, 4)
     for target in progress.planned.values():
         target.outcome = dict.fromkeys(target.stages, "built")
-    assert progress.remaining() == 0.0
+    assert progress.estimate() == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("count", [3, 300])
@@ -260,7 +260,7 @@ def test_small_things():
     from neml2_build.progress import Job
 
     assert [clock(seconds) for seconds in (0, 7.4, 750, 3723)] == ["0:00", "0:07", "12:30", "1:02:03"]
-    assert bar(1, 4, 8, ascii_only=True) == "[green]##[/][dim]------[/]"
+    assert bar(0.25, 8, ascii_only=True) == "[green]##[/][dim]------[/]"
     job = Job("a" * 50, "lower-cpu", "g.pt2", 9.0, began=1.0)
     assert job_line(job, 8.0, 40, str).endswith("[cyan]7 s of 9 s[/]")
     assert "yellow" in job_line(job, 30.0, 40, str)
