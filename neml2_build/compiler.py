@@ -68,7 +68,7 @@ class RealCompiler:
         return self._executor.call(lower.job, request, priority=priority, near=near)
 
     def run(self, function: Any, *arguments: Any) -> Future:
-        return self._executor.call(function, *arguments)
+        return self._executor.call(function, *arguments, priority=1e9)  # many jobs may wait for this answer
 
     @property
     def torch_imported(self) -> bool:

@@ -110,7 +110,8 @@ def execute(build: Build, runs: Sequence[TargetRun], *, keep_going: bool) -> Non
     for run in stale:
         build.journal.tell("target-planned", target=run.target.name, info={"stages": list(run.stages)})
     tasks = list(generate_tasks("neml2", tasks_of(stale, _hopeless(stale, without))))
-    # Tasks of one target follow each other, so that its graphs are lowered while the process that captured them lives.
+    # Target by target, not stage by stage as doit's groups would have it: graphs are lowered while the process that captured
+    # them lives, and what is finished first is published first.
     threads = max(2, min(len(stale) * 2, 2 * build.jobs + 2))
     config = {
         "backend": "memory",
@@ -118,6 +119,7 @@ def execute(build: Build, runs: Sequence[TargetRun], *, keep_going: bool) -> Non
         "reporter": _Quiet,
         "verbosity": 0,
         "continue": keep_going,
+        "default_tasks": [f"{stage}:{run.target.name}" for run in stale for stage in run.stages],
         "num_process": threads,
         "par_type": "thread",
     }
