@@ -27,6 +27,7 @@ import select
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,24 +128,37 @@ def serve(listener: Listener, lifeline: int) -> None:
     """Fork a child for every connection, until *lifeline* is readable, that is: closed."""
     children: set[int] = set()
     socket = listener._listener._socket  # type: ignore[attr-defined]
-    while True:
-        ready, _, _ = select.select([socket, lifeline], [], [], 1.0)
-        reap(children)
-        if lifeline in ready:
-            break
-        if socket in ready:
-            connection = listener.accept()
-            pid = os.fork()
-            if pid == 0:
-                with contextlib.suppress(BaseException):
-                    socket.close()
-                    work(connection)
-                os._exit(0)
-            children.add(pid)
-            connection.close()
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+    try:
+        while True:
+            ready, _, _ = select.select([socket, lifeline], [], [], 1.0)
+            reap(children)
+            if lifeline in ready:
+                break
+            if socket in ready:
+                connection = listener.accept()
+                pid = os.fork()
+                if pid == 0:
+                    with contextlib.suppress(BaseException):
+                        socket.close()
+                        work(connection)
+                    os._exit(0)
+                children.add(pid)
+                connection.close()
+    finally:
+        end(children)
+
+
+def end(children: set[int]) -> None:
+    """End *children* and what they run: asked first, since one that stays has children of its own to end."""
+    groups = set(children)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, number)
+        deadline = time.monotonic() + 2
+        while children and time.monotonic() < deadline:
+            reap(children)
+            time.sleep(0.005)
 
 
 def reap(children: set[int]) -> None:
@@ -164,12 +178,11 @@ def die_with_parent() -> None:
 
 def work(connection: Connection) -> None:
     """The life of a worker: one call, and where that returns `Stay`, calls served from here."""
-    import time
-
     die_with_parent()
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     started = time.perf_counter()
     connection.send(("started", os.getpid()))
     call: Call = connection.recv()
@@ -203,6 +216,7 @@ def stay(connection: Connection, value: Any, usage: Usage) -> None:
     address = str(Path(folder) / "s")
     gc.collect()
     gc.freeze()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that `serve` ends its children
     try:
         with Listener(address, family="AF_UNIX", backlog=64) as listener:
             send(connection, ("stays", value, usage, address))
