@@ -18,7 +18,7 @@ from neml2_build import environment as environments
 from neml2_build import records
 from neml2_build.build import Build
 from neml2_build.cli import main, summarize
-from neml2_build.compiler import FakeCompiler
+from neml2_build.compiler import FakeCompiler, RealCompiler
 from neml2_build.digest import digest_file
 from neml2_build.engine import execute
 from neml2_build.manifest import Manifest, Model
@@ -261,3 +261,43 @@ def cli(project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         return Said(code if isinstance(code, int) else -1, captured.out, captured.err)
 
     yield run
+
+
+# -- the real exporter ------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """The real compiler, shared by tests: `Build.close` does not end it. Counts calls like the fake."""
+
+    def __init__(self, real: RealCompiler) -> None:
+        self._real = real
+        self.name = real.name
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if name not in ("export", "lower", "run"):
+            return found
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.calls[name] += 1
+            return found(*arguments, **options)
+
+        return counted
+
+    def close(self, *, kill: bool) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCompiler]:
+    """Workers that have imported torch and NEML2 once for all tests (4 s), and can import `worker_jobs` from here."""
+    environment = environments.worker_environment({**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"})
+    compiler = RealCompiler(2, environment, tmp_path_factory.mktemp("logs"))
+    yield compiler
+    compiler.close(kill=True)
+
+
+@pytest.fixture
+def real(workers: RealCompiler) -> Kept:
+    return Kept(workers)

@@ -1,0 +1,286 @@
+"""Workers: forked from one process that imported torch and NEML2; each job starts clean, and none outlives its client."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import CancelledError, Executor, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worker_jobs as jobs
+from conftest import ROOT
+
+from neml2_build import environment as environments
+from neml2_build.compiler import RealCompiler
+from neml2_build.errors import TaskError
+from neml2_build.workers import ForkExecutor, WorkerFailed
+
+
+@pytest.fixture(scope="module")
+def executor(workers: RealCompiler) -> ForkExecutor:
+    return workers._executor
+
+
+def result(future: Future) -> Any:
+    return future.result(timeout=120)
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Every process: parent and command line."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+                line = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if stat[0] != "Z":
+                found[int(entry)] = (int(stat[1]), line)
+    return found
+
+
+def gone(*pids: int, seconds: float = 20.0) -> bool:
+    """Whether the processes end within *seconds*."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not set(pids) & set(processes()):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+class TestJobs:
+    def test_it_is_an_executor_of_the_standard_interface(self, executor: ForkExecutor) -> None:
+        assert isinstance(executor, Executor)
+        assert result(executor.submit(jobs.add, 2, 3)) == 5
+        assert list(executor.map(jobs.add, range(4), range(4))) == [0, 2, 4, 6]
+        with pytest.raises(TypeError):
+            executor.submit(jobs.add, a=1, b=2)
+
+    def test_a_call_says_what_it_took(self, executor: ForkExecutor) -> None:
+        done = result(executor.call(jobs.add, 2, 3))
+        assert done.value == 5
+        assert 0 <= done.usage.seconds < 60
+        assert done.usage.peak_bytes > 10_000_000
+        assert done.near is None
+
+    def test_each_job_is_a_process_of_its_own(self, executor: ForkExecutor) -> None:
+        pids = [result(executor.submit(jobs.pid)) for _ in range(4)]
+        assert len({*pids, os.getpid()}) == 5
+        assert gone(*pids)
+
+    def test_nothing_of_one_job_reaches_the_next(self, executor: ForkExecutor) -> None:
+        for _ in range(3):
+            assert result(executor.submit(jobs.leave_traces)) == []
+
+    def test_a_parallel_loop_runs_in_every_fork(self, executor: ForkExecutor) -> None:
+        for _ in range(3):
+            assert result(executor.submit(jobs.sum_in_parallel)) == 4e6
+
+    def test_where_it_runs(self, executor: ForkExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NEML2_BUILD_SECRET", "x")
+        done = result(executor.call(jobs.where, cwd=str(tmp_path)))
+        assert done.value[0] == str(tmp_path)
+        assert "NEML2_BUILD_SECRET" not in done.value[1]
+        assert set(done.value[1]) <= {
+            name for name in done.value[1] if environments.hashed_variable(name) or name in environments.PASSED_NAMES
+        } | {"PYTHONDONTWRITEBYTECODE", "LC_CTYPE", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", *environments.DROPPED_NAMES}
+
+    def test_large_arguments_and_results(self, executor: ForkExecutor) -> None:
+        assert result(executor.submit(jobs.length, bytes(50_000_000))) == 50_000_000
+        assert len(result(executor.submit(jobs.big, 50_000_000))) == 50_000_000
+
+    def test_printing_goes_to_a_log_that_success_removes(self, executor: ForkExecutor) -> None:
+        before = set(os.listdir(executor._folder))
+        assert result(executor.submit(jobs.print_much, 20_000)) == "done"
+        assert set(os.listdir(executor._folder)) == before
+
+    def test_standard_input_is_empty(self, executor: ForkExecutor) -> None:
+        assert result(executor.submit(jobs.read_input)) == ""
+
+    def test_the_longest_first(self, executor: ForkExecutor, tmp_path: Path) -> None:
+        gate, log = tmp_path / "gate", tmp_path / "log"
+        holding = [executor.call(jobs.wait_for, str(gate), priority=1e9) for _ in range(executor.jobs)]
+        while sum(future.running() for future in holding) < executor.jobs:
+            time.sleep(0.001)
+        rest = [executor.call(jobs.note, str(log), str(number), priority=float(number)) for number in (1, 3, 2)]
+        # One worker takes them in turn while the other still waits at its own gate.
+        slow = executor.call(jobs.wait_for, str(tmp_path / "second gate"), priority=1e8)
+        gate.touch()
+        for future in rest:
+            result(future)
+        (tmp_path / "second gate").touch()
+        result(slow)
+        assert log.read_text().split() == ["3", "2", "1"]
+
+
+class TestFailures:
+    @pytest.mark.parametrize("how", ["kill", "exit"])
+    def test_a_job_that_dies(self, executor: ForkExecutor, how: str) -> None:
+        with pytest.raises(WorkerFailed) as caught:
+            result(executor.submit(jobs.die, how))
+        assert caught.value.kind == "died"
+        assert "last words" in str(caught.value)
+        assert "last words" in Path(caught.value.log).read_text()
+        assert result(executor.submit(jobs.add, 1, 1)) == 2
+
+    def test_a_job_that_exits(self, executor: ForkExecutor) -> None:
+        with pytest.raises(WorkerFailed) as caught:
+            result(executor.submit(jobs.die, "system exit"))
+        assert caught.value.kind == "SystemExit"
+
+    def test_a_users_mistake_comes_as_it_is(self, executor: ForkExecutor) -> None:
+        with pytest.raises(TaskError) as caught:
+            result(executor.submit(jobs.fail, "task"))
+        assert (caught.value.message, caught.value.file, caught.value.line, caught.value.remedy) == (
+            "the user's mistake",
+            "a.i",
+            3,
+            "mend it",
+        )
+
+    @pytest.mark.parametrize(("how", "kind"), [("defect", "ValueError"), ("unpicklable", "_Strange")])
+    def test_a_defect_comes_with_its_traceback(self, executor: ForkExecutor, how: str, kind: str) -> None:
+        with pytest.raises(WorkerFailed) as caught:
+            result(executor.submit(jobs.fail, how))
+        assert caught.value.kind == kind
+        assert "worker_jobs.py" in caught.value.trace
+        assert "worker_jobs.py" in Path(caught.value.log).read_text()
+
+    def test_a_result_that_cannot_be_sent(self, executor: ForkExecutor) -> None:
+        with pytest.raises(WorkerFailed, match="the result cannot be sent"):
+            result(executor.submit(jobs.unpicklable))
+
+    def test_an_argument_that_cannot_be_sent(self, executor: ForkExecutor) -> None:
+        with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+            result(executor.submit(jobs.length, lambda: None))
+        assert result(executor.submit(jobs.add, 1, 1)) == 2
+
+    def test_a_function_that_is_not_there(self, executor: ForkExecutor) -> None:
+        def local() -> None: ...
+
+        with pytest.raises(WorkerFailed):
+            result(executor.submit(local))
+
+
+class TestNear:
+    def test_calls_are_forked_from_the_process_that_stays(self, executor: ForkExecutor) -> None:
+        done = result(executor.call(jobs.stay, 42))
+        assert done.value == 42
+        assert done.near is not None
+        near = [result(executor.call(jobs.look_near, near=done.near)).value for _ in range(3)]
+        assert near == [42, 42, 42]
+        assert result(executor.call(jobs.look_near)).value is None
+        inside = result(executor.call(jobs.pid, near=done.near)).value
+        folder = Path(done.near.address).parent
+        assert folder.exists()
+        done.near.close()
+        done.near.close()
+        assert gone(inside)
+        deadline = time.monotonic() + 20
+        while folder.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not folder.exists()
+
+    def test_a_near_process_that_is_gone(self, executor: ForkExecutor) -> None:
+        done = result(executor.call(jobs.stay, 1))
+        done.near.close()
+        folder = Path(done.near.address).parent
+        while folder.exists():
+            time.sleep(0.01)
+        with pytest.raises(WorkerFailed) as caught:
+            result(executor.call(jobs.look_near, near=done.near))
+        assert caught.value.kind == "died"
+
+
+CLIENT = """
+import sys
+from pathlib import Path
+import worker_jobs as jobs
+from neml2_build import environment as environments
+from neml2_build.workers import ForkExecutor
+import os
+executor = ForkExecutor(2, environments.worker_environment(os.environ), Path(sys.argv[1]))
+near = executor.call(jobs.stay, 1).result().near
+running = executor.submit(jobs.sleep_with_child, sys.argv[2])
+beside = executor.call(jobs.sleep_with_child, sys.argv[3], near=near)
+print(executor._server.pid, flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "shutdown"])
+def test_nothing_outlives_its_client(tmp_path: Path, end: str) -> None:
+    """The client is killed, or shuts down at once: server, jobs, near processes, and the programs that they run are gone."""
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("needs /proc")
+    tail = "running.result()" if end == "killed" else "sys.stdin.readline(); executor.shutdown(wait=True, cancel_futures=True)"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT.format(end=tail), str(tmp_path), str(tmp_path / "one"), str(tmp_path / "two")],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert client.stdout is not None
+    server = int(client.stdout.readline())
+    pids = [server]
+    for mark in ("one", "two"):
+        jobs.wait_for(str(tmp_path / mark))
+        while len((tmp_path / mark).read_text().split()) < 2:
+            time.sleep(0.001)
+        pids += map(int, (tmp_path / mark).read_text().split())
+    assert set(pids) <= set(processes())
+    if end == "killed":
+        client.send_signal(signal.SIGKILL)
+    else:
+        client.communicate("\n", timeout=60)
+    client.wait(timeout=60)
+    left = [pid for pid in pids if not gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+class TestShutdown:
+    def test_before_anything_ran_nothing_is_started(self, tmp_path: Path) -> None:
+        executor = ForkExecutor(2, {}, tmp_path)
+        assert not executor.started
+        executor.shutdown()
+        assert not executor.started
+        with pytest.raises(RuntimeError):
+            executor.submit(jobs.add, 1, 1)
+
+    def test_what_waits_is_cancelled_and_what_runs_is_killed(self, tmp_path: Path) -> None:
+        environment = environments.worker_environment(
+            {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
+        )
+        executor = ForkExecutor(1, environment, tmp_path)
+        running = executor.submit(jobs.sleep_with_child, str(tmp_path / "mark"))
+        waiting = executor.call(jobs.add, 1, 1)
+        jobs.wait_for(str(tmp_path / "mark"))
+        executor.shutdown(wait=True, cancel_futures=True)
+        with pytest.raises(CancelledError):
+            waiting.result(timeout=1)
+        with pytest.raises((WorkerFailed, CancelledError)):
+            running.result(timeout=1)
+        assert gone(*map(int, (tmp_path / "mark").read_text().split()))
+
+    def test_a_server_that_cannot_import_is_one_message(self, tmp_path: Path) -> None:
+        (tmp_path / "broken" / "torch").mkdir(parents=True)
+        (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'broken'}{os.pathsep}{ROOT}"}
+        executor = ForkExecutor(1, environment, tmp_path)
+        for _ in range(2):
+            with pytest.raises(TaskError, match="this torch is broken") as caught:
+                result(executor.submit(jobs.add, 1, 1))
+            assert "doctor" in (caught.value.remedy or "")
+        executor.shutdown()
