@@ -9,7 +9,9 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -294,6 +296,23 @@ def test_piece_is_made_again_when_a_file_that_went_in_changed(tmp_path: Path):
     assert prepared.piece(folder, [], make) != second
 
 
+def test_racing_makers_make_a_piece_once(tmp_path: Path):
+    made = []
+    together = threading.Barrier(4)
+
+    def make(into: Path) -> list[Path]:
+        made.append(into)
+        return []
+
+    def ask(_: int) -> Path:
+        together.wait()
+        return prepared.piece(tmp_path, [], make)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(ask, range(4)))) == 1
+    assert len(made) == 1
+
+
 def test_piece_that_fails_leaves_nothing(tmp_path: Path):
     def fail(into: Path) -> list[Path]:
         (into / "half").write_text("x")
@@ -338,6 +357,30 @@ def test_stub_stands_for_a_library(tmp_path: Path):
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------
+
+
+def test_compiler_that_fails_on_a_part_leaves_the_whole_to_torch(tmp_path: Path):
+    folder = fake_torch(tmp_path)
+    interface = (folder / upstream.INTERFACE).read_text()
+    (tmp_path / "a.wrapper.cpp").write_text(f"\n{upstream.PREFIX}\n{interface}\nthis is not C++\n")
+    stock = Stock()
+    seam = Seam(prepared=tmp_path / "p", torch_folder=folder, run=stock)
+    line = f"g++ {tmp_path}/a.wrapper.cpp -O1 -std=c++20 -fPIC -I{folder}/include -c -o {tmp_path}/a.wrapper.o"
+    seam(line, str(tmp_path))
+    assert stock.lines == [line]
+    assert len(seam.notes) == 1 and "error" in seam.notes[0] and "as torch does" in seam.notes[0]
+    link = f"g++ {tmp_path}/a.wrapper.o -shared -o {tmp_path}/a.so"
+    seam(link, str(tmp_path))
+    assert stock.lines == [line, link]  # nothing was cut, so torch links too
+
+
+def test_clang_is_torchs(tmp_path: Path):
+    folder = fake_torch(tmp_path)
+    (tmp_path / "a.wrapper.cpp").write_text(f"\n{upstream.PREFIX}\n{(folder / upstream.INTERFACE).read_text()}\nint x;\n")
+    stock = Stock()
+    seam = Seam(prepared=tmp_path / "p", torch_folder=folder, run=stock)
+    seam(f"clang++ {tmp_path}/a.wrapper.cpp -c -o {tmp_path}/a.wrapper.o", str(tmp_path))
+    assert len(stock.lines) == 1 and "clang++" in seam.notes[0]
 
 
 def test_levels():
