@@ -205,8 +205,8 @@ def key_command(names: tuple[str, ...], manifest: str | None, as_json: bool, res
     key=$(neml2-build cache key)
     neml2-build cache key --restore
     """
-    build = load_build(manifest)
-    key, prefixes = cache_key(build, names)
+    with _closing(manifest) as build:
+        key, prefixes = cache_key(build, names)
     if as_json:
         print_json({"key": key, "restore": prefixes})
         return 0
@@ -345,4 +345,5 @@ class _closing:
         return self._build
 
     def __exit__(self, *_: object) -> None:
+        self._build.remember()
         self._build.store.close()
