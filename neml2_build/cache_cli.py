@@ -62,6 +62,8 @@ def stats_command(manifest: str | None, as_json: bool) -> int:
     for name, size in found["other_sizes"].items():
         if size:
             click.echo(f"  {name}: {_bytes(size)}")
+    if found["remote"]:
+        click.echo(f"  shared store: {found['remote']}")
     if found["unreadable_records"]:
         click.echo(f"  {found['unreadable_records']} records cannot be read; 'neml2-build cache check' says why")
     if found["oldest_use"] is not None:
