@@ -141,16 +141,22 @@ class Build:
                 self._compiler = RealCompiler(self.jobs, environments.worker_environment(self.environ), logs)
             return self._compiler
 
-    def connect(self) -> None:
+    def connect(self, *, keys: bool = False) -> None:
         """Put the shared store and the keys that the manifest names behind the store: when there is something to do, because
         a null build asks nobody. Raises `RequestError` where the address or a key is of no use.
+
+        Parameters
+        ----------
+        keys
+            Whether the keys are needed without a shared store as well: for packs.
         """
         with self._connecting:
             if self._connected:
                 return
             manifest = self.manifest
             trusted = [manifest.trusted_keys] if isinstance(manifest.trusted_keys, str) else manifest.trusted_keys
-            if trusted or manifest.signing_key or self.environ.get("NEML2_BUILD_SIGNING_KEY"):
+            configured = bool(trusted or manifest.signing_key or self.environ.get("NEML2_BUILD_SIGNING_KEY"))
+            if configured and (keys or manifest.remote):
                 from neml2_build.signing import Keys
 
                 self.store.keys = Keys.load(trusted, manifest.signing_key, root=self.root, environ=self.environ)
