@@ -257,7 +257,7 @@ def pack_command(file: Path, names: tuple[str, ...], manifest: str | None, as_js
     from neml2_build.pack import pack
 
     with _closing(manifest) as build:
-        build.connect()
+        build.connect(keys=True)
         keys: dict[str, None] = {}
         lacking: list[str] = []
         for run in build.select(names):
@@ -298,7 +298,7 @@ def unpack_command(file: Path, manifest: str | None, as_json: bool) -> int:
     from neml2_build.pack import unpack
 
     with _closing(manifest) as build:
-        build.connect()
+        build.connect(keys=True)
         report = unpack(build.store, file)
     if as_json:
         refused = [{"name": name, "kind": kind, "detail": detail} for name, kind, detail in report.refused]
