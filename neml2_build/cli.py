@@ -151,6 +151,9 @@ def say(text: str) -> None:
 @click.option("-k", "--keep-going", is_flag=True, help="Build what does not depend on a failed task.")
 @click.option("--force", is_flag=True, help="Make everything again, whatever the store holds.")
 @click.option("--stock-toolchain", "stock", is_flag=True, help="Call the compiler exactly as torch does.")
+@click.option(
+    "--allow-untested-torch", "untested", is_flag=True, help="Compile for GPUs that are not here with any version of torch."
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 @click.option("-v", "--verbose", is_flag=True, help="Print each stage, and why it is done.")
 def build_command(
@@ -162,6 +165,7 @@ def build_command(
     keep_going: bool,
     force: bool,
     stock: bool,
+    untested: bool,
     quiet: bool,
     verbose: bool,
 ) -> int:
@@ -178,7 +182,9 @@ def build_command(
         known = unchanged(manifest, os.environ, _compiler_name(), stock)
         if known is not None:
             return _nothing_to_do(known, time.perf_counter() - began, quiet, as_json)
-    build = load_build(manifest, jobs=jobs, force=force, stock=stock, keep_going=keep_going, look_only=dry_run)
+    build = load_build(
+        manifest, jobs=jobs, force=force, stock=stock, untested=untested, keep_going=keep_going, look_only=dry_run
+    )
     runs = build.select(names)
     if dry_run:
         return _dry_run(build, runs, as_json)

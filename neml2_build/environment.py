@@ -511,6 +511,13 @@ def _toolkit_file(folder: Path, name: str) -> Path:
     return moved if moved.exists() else folder / name
 
 
+def cuda_files(environ: Mapping[str, str]) -> list[Path]:
+    """What says whether the CUDA compiler is still the one that was: files of the toolkit, and of Triton."""
+    folder, triton = cuda_toolkit(environ), package_folder("triton")
+    files = [_toolkit_file(folder, name) for name in TOOLKIT_FILES] if folder is not None else []
+    return files + ([triton / "__init__.py"] if triton is not None else [])
+
+
 def cuda_identity(memo: Memo, architectures: tuple[str, ...], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The part that a CUDA lower key holds: the architectures asked for, or the GPU at hand; and the CUDA compiler."""
     if architectures:

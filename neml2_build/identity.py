@@ -23,5 +23,5 @@ def toolchain_identity(compiler: str, stock: bool) -> dict[str, Any]:
 
 def identity(environment: Environment, toolchain: dict[str, Any]) -> str:
     """The digest that a finished target is remembered with."""
-    stages = [versions.PARSE, versions.EXPORT, versions.LOWER]
+    stages = [versions.PARSE, versions.EXPORT, versions.LOWER, versions.CROSS]
     return digest_json([environment.for_export(), environment.for_lowering("native"), toolchain, stages])

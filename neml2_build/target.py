@@ -156,6 +156,12 @@ class TargetRun:
                     return None
                 files[state.path] = stat
             variables.update(record.info.get("environment", {}))
+        if "cuda" in self.target.devices:
+            for path in environments.cuda_files(self.build.environ):
+                stat = environments.signature(path)
+                if stat is None:
+                    return None
+                files[str(path)] = stat
         return Entry(self._request_digest(), self.build.identity, sorted(files.items()), variables)
 
     # -- question and act ---------------------------------------------------------------------------------------------
@@ -229,7 +235,7 @@ class TargetRun:
         """Whether graphs can be lowered for *device* here: with ``-k``, packages do not wait for what cannot be made."""
         try:
             if device == "cuda":
-                environments.require_cuda(self.build.memo, self.target.cuda_arch)
+                environments.require_cuda(self.build.memo, self.target.cuda_arch, self.build.environ)
         except TaskError:
             return False
         return True
@@ -318,7 +324,7 @@ class TargetRun:
     def _parse(self, also: Iterable[tuple[str, str]], previous: Record | None) -> str:
         began = time.perf_counter()
         also = sorted(set(also))
-        parsed = parsing.parse(self.target, also=frozenset(also), environ=self.build.environ)
+        parsed = parsing.parse(self.target, also=frozenset(also), environ=self.build.environ, read=self.build.document)
         self.parsed = parsed
         store = self.build.store
         key, made_of = self._parse_key(parsed, also)
@@ -620,8 +626,9 @@ class TargetRun:
         if device == "cuda":
             environment = {
                 **environment,
-                "cuda": environments.cuda_identity(build.memo, target.cuda_arch),
+                "cuda": environments.cuda_identity(build.memo, target.cuda_arch, build.environ),
                 "triton": build.environment.packages.get("triton"),
+                "cross": versions.CROSS if target.cuda_arch else None,
             }
         for graph in self.exported.graphs:
             made_of = lower.key_of(
@@ -682,7 +689,7 @@ class TargetRun:
         began = time.perf_counter()
         assert self.exported is not None
         if device == "cuda":
-            environments.require_cuda(self.build.memo, self.target.cuda_arch)
+            environments.require_cuda(self.build.memo, self.target.cuda_arch, self.build.environ)
         record = self._record(stage)
         history = record.info.get("seconds", {}) if record is not None else {}
 
@@ -769,6 +776,7 @@ class TargetRun:
             prepared=str(build.cache / "toolchain"),
             work=str(work),
             stock=build.stock,
+            untested=build.untested,
         )
 
     def _program(self, graph: GraphRef) -> bytes:

@@ -3,3 +3,4 @@
 PARSE = 1
 EXPORT = 1
 LOWER = 1
+CROSS = 1

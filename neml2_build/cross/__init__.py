@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,24 @@ import msgspec
 from neml2_build.cross.cards import CARDS, chosen, known, number
 from neml2_build.errors import TaskError
 
-#: Raised when the same graph is made into other bytes.
-VERSION = 1
-
 #: Versions of torch and Triton with which the tests of this package have passed.
 TESTED = frozenset({("2.12.1", "3.7.1")})
 
 UNRUN = "not yet run on a GPU"
 
 
-def identity() -> dict[str, Any]:
-    """What of this package a lower key holds."""
-    return {"way": "cross", "version": VERSION}
+@dataclass(frozen=True)
+class Lowered:
+    """A package; wall seconds by phase; what the user should know; what the record keeps.
+
+    *info* has ``unrun``, ``architectures``, ``cards`` (for whose limits the code was made) and ``kernels``
+    (`neml2_build.cross.binaries.Kernel`, as plain values).
+    """
+
+    pt2: bytes
+    seconds: dict[str, float]
+    notes: list[str]
+    info: dict[str, Any]
 
 
 def untested(torch: str, triton: str) -> str | None:
@@ -54,7 +61,7 @@ def lower(
     prepared_dir: Path,
     isa: dict[str, Any] | None = None,
     allow_untested: bool = False,
-) -> tuple[bytes, dict[str, float], list[str], dict[str, Any]]:
+) -> Lowered:
     """Compile one exported program for *architectures*. Runs in a worker.
 
     Parameters
@@ -76,8 +83,8 @@ def lower(
 
     Returns
     -------
-    tuple
-        The package; seconds by phase; notes for the user; what is known of the kernels, for the record.
+    Lowered
+        The package, and what is known of it.
 
     Raises
     ------
@@ -132,7 +139,7 @@ def lower(
         "cards": cards,
         "kernels": [msgspec.to_builtins(kernel) for kernel in pretended.kernels],
     }
-    return data, clock.seconds, notes, info
+    return Lowered(data, clock.seconds, notes, info)
 
 
 def _ordered(architectures: Sequence[str]) -> list[str]:

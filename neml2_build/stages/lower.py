@@ -48,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         Whether to compile exactly as torch does.
     debug
         Whether to keep line tables and everything inductor can tell.
+    untested
+        Whether to compile for named architectures with versions of torch and Triton on which that was never tested.
     """
 
     graph: str
@@ -61,14 +63,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     work: str
     stock: bool = False
     debug: bool = False
+    untested: bool = False
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The package, seconds by phase, and what the user should know of how it was made."""
+    """The package, seconds by phase, what the user should know of how it was made, and what the record keeps of it."""
 
     package: bytes
     seconds: dict[str, float]
     notes: tuple[str, ...] = ()
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 def probe() -> dict[str, Any]:
@@ -128,11 +132,14 @@ def job(request: Request) -> Result:
     program = captured(request.graph)
     if program is None:
         program = load(request.program)
-    if request.device.startswith("cuda"):
+    family, _, architectures = request.device.partition(":")
+    if family == "cuda" and not architectures:
         program = _on_cuda(program)
     try:
         # A folder of its own: two jobs that run at once would take each other's package for theirs.
         with tempfile.TemporaryDirectory(dir=request.work, ignore_cleanup_errors=True) as work:
+            if architectures:
+                return _elsewhere(program, architectures.split(","), request, Path(work))
             lowered = toolchain.lower(
                 program,
                 inductor={"cpp.threads": request.threads, **request.inductor},
@@ -161,6 +168,23 @@ def _on_cuda(program: Any) -> Any:
             remedy="build on a machine with a GPU and driver, or remove 'cuda' from 'devices'",
         )
     return move_to_device_pass(program, "cuda")
+
+
+def _elsewhere(program: Any, architectures: list[str], request: Request, work: Path) -> Result:
+    """*program* for named architectures, whatever GPU is here: the same code on every machine."""
+    from neml2_build import cross
+
+    made = cross.lower(
+        program,
+        architectures=architectures,
+        inductor=request.inductor,
+        march=request.march,
+        work_dir=work,
+        prepared_dir=Path(request.prepared),
+        isa=request.isa,
+        allow_untested=request.untested,
+    )
+    return Result(package=made.pt2, seconds=made.seconds, notes=tuple(made.notes), info={"cuda": made.info})
 
 
 def load(data: bytes) -> Any:
