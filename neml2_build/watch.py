@@ -254,7 +254,7 @@ class Saves:
         self._changes: Iterator[set[tuple[Any, str]]] | None = None
 
     def wait(self, watched: Watched) -> set[str] | None:
-        """The paths that changed and matter; None at Ctrl-C; empty after the folders to watch have changed."""
+        """The paths that changed and matter; empty after the folders to watch have changed. Raises ``KeyboardInterrupt``."""
         from watchfiles import watch as watch_files
 
         self._watched = watched
@@ -270,7 +270,7 @@ class Saves:
                 rust_timeout=_GLANCE,
                 yield_on_timeout=True,
                 recursive=wanted[1],
-                raise_interrupt=False,
+                raise_interrupt=True,
             )
             # The first step starts the watcher; what was saved between the build's look and now is found by looking again.
             return {path for _, path in next(self._changes, ())}
