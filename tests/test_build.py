@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from conftest import INPUT, Project, digests, listing
 
+from neml2_build import hit
 from neml2_build.compiler import FakeCompiler
 from neml2_build.errors import RequestError
 from neml2_build.manifest import Model
@@ -429,3 +430,44 @@ def test_a_store_at_home(project: Project, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "home/store/objects").is_dir()
     assert (tmp_path / "home/out/eq/metadata.json").exists()
     assert sorted(path.name for path in project.root.iterdir()) == ["a.i"]
+
+
+class TestSharedFiles:
+    """Targets of one file are parsed from one reading of it, as long as it holds the same bytes."""
+
+    @pytest.fixture
+    def readings(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+        project.models = [Model(input="a.i", model=name) for name in ("one", "two", "eq", "other")]
+        stock, read = hit.read, []
+        monkeypatch.setattr(hit, "read", lambda path, **how: (read.append(path), stock(path, **how))[1])
+        return read
+
+    def test_a_file_is_read_once_for_all_of_its_targets(self, project: Project, readings: list[Path]) -> None:
+        assert project.build().targets == {"built": 4}
+        assert readings == [project.root / "a.i"]
+        together = project.tree()
+        for model in project.models:
+            alone = Project(project.root.parent / f"alone-{model.model}")
+            alone.models = [model]
+            alone.build()
+            assert alone.tree().items() <= together.items()
+
+    def test_variables_and_overrides_make_another_document(self, project: Project, readings: list[Path]) -> None:
+        project.models.append(Model(input="a.i", model="one", name="b", overrides=("Models/one/factor:=7",)))
+        project.build()
+        assert len(readings) == 2
+        assert project.tree()["b/cpu/float64/one_one.pt2"] != project.tree()["one/cpu/float64/one_one.pt2"]
+
+    def test_a_file_that_changes_within_the_build_is_read_again(self, project: Project, readings: list[Path]) -> None:
+        build = project.start()
+        how = {"variables": {}, "overrides": (), "environ": {}}
+        first = build.document(project.root / "a.i", **how)
+        assert build.document(project.root / "a.i", **how) is first
+        project.edit("a.i", ("factor = 1.5", "factor = 8.5"))
+        again = build.document(project.root / "a.i", **how)
+        assert again.files[0].digest != first.files[0].digest
+        assert len(readings) == 2
+        (project.root / "a.i").unlink()
+        with pytest.raises(RequestError):
+            build.document(project.root / "a.i", **how)
+        build.close()

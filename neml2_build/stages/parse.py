@@ -7,7 +7,7 @@ few milliseconds, with nmhit and without torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -55,7 +55,13 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str]
 
 
-def parse(target: Target | Any, *, also: Iterable[hit.Block] = (), environ: Mapping[str, str] = os.environ) -> Parsed:
+def parse(
+    target: Target | Any,
+    *,
+    also: Iterable[hit.Block] = (),
+    environ: Mapping[str, str] = os.environ,
+    read: Callable[..., hit.Document] = hit.read,
+) -> Parsed:
     """Parse the input of *target*.
 
     Parameters
@@ -64,6 +70,8 @@ def parse(target: Target | Any, *, also: Iterable[hit.Block] = (), environ: Mapp
         Blocks to take into the slice besides those that the model is seen to reach.
     environ
         What ``${env NAME}`` sees.
+    read
+        Reads the input: `hit.read`, or what remembers its answers for targets that share a file.
 
     Raises
     ------
@@ -71,7 +79,7 @@ def parse(target: Target | Any, *, also: Iterable[hit.Block] = (), environ: Mapp
         The input, an override, a variable or the model's name is wrong; with file, line, target and stage.
     """
     try:
-        document = hit.read(target.input, variables=target.variables, overrides=target.overrides, environ=environ)
+        document = read(target.input, variables=target.variables, overrides=target.overrides, environ=environ)
         blocks = hit.reach(document, target.model, also)
         text = hit.slice_text(document, blocks)
         data_files = hit.data_files(document, blocks)
