@@ -156,16 +156,18 @@ class Graph:
 
     def repeated(self) -> dict[str, int]:
         """Arithmetic that is written more than once with the same meaning: its text → how often."""
+        numbers: dict[tuple[str, ...], int] = {}
         known: dict[str, str] = {}
-        found: Counter[str] = Counter()
-        texts: dict[str, str] = {}
+        found: Counter[int] = Counter()
+        texts: dict[int, str] = {}
         for operation in self.operations:
             reads = [known.get(name, name) for name in operation.reads]
             if operation.name in _COMMUTATIVE:
                 reads.sort()
-            meaning = f"{operation.target} {reads} {operation.form}"
-            for number, name in enumerate(operation.outputs):
-                known[name] = f"{meaning}#{number}"
+            # A number stands for a meaning: written out, the meaning of the last operation would hold that of all others.
+            meaning = numbers.setdefault((operation.target, operation.form, *reads), len(numbers))
+            for place, name in enumerate(operation.outputs):
+                known[name] = f"#{meaning}.{place}"
             if operation.kind == "arithmetic":
                 found[meaning] += 1
                 texts.setdefault(meaning, operation.text)
