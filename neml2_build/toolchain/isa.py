@@ -11,8 +11,11 @@ For a named level (``march = "x86-64-v3"``) nothing of the host is asked: `isa_f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import os
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +24,9 @@ from neml2_build.digest import digest
 
 #: Raised when what `probe` returns changes its meaning.
 VERSION = 1
+
+#: ``VecISA._avx_py_load`` with the library's path in it.
+_LOADS = r'\s*import torch\s+from ctypes import cdll\s+cdll\.LoadLibrary\("([^"\\]+)"\)\s*'
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,8 @@ def probe() -> dict[str, Any]:
         return answer
 
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    with _replaced(cpu_vec_isa.VecISA, "check_build", record):
+    programs = _Programs(getattr(cpu_vec_isa, "subprocess", subprocess))
+    with _replaced(cpu_vec_isa.VecISA, "check_build", record), _replaced(cpu_vec_isa, "subprocess", programs):
         picked = cpu_vec_isa.pick_vec_isa()
         flags = picked.build_arch_flags()
     compiler = cpp_builder.get_cpp_compiler()
@@ -95,6 +102,37 @@ def probe() -> dict[str, Any]:
         "flags": flags,
         "compiler": {"search": _searched(config), "found": compiler, "intel": cpp_builder._is_intel_compiler(compiler)},
     }
+
+
+class _Programs:
+    """Stands for the module ``subprocess`` in ``torch/_inductor/cpu_vec_isa.py`` while the CPU is probed.
+
+    ``VecISA.check_build`` tries each library in a new interpreter that imports torch first (1.5 s, ten times). A fork of this
+    process has torch already, and a library that this CPU cannot run ends the fork as it would end the interpreter.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def check_call(self, command: Any, **options: Any) -> int:
+        """Load the library in a fork where *command* does nothing else; otherwise run it."""
+        library = re.fullmatch(_LOADS, command[2]) if isinstance(command, list) and command[1:2] == ["-c"] else None
+        if library is None:
+            return self._stock.check_call(command, **options)
+        child = os.fork()
+        if child == 0:
+            try:
+                ctypes.CDLL(library[1])
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status != 0:
+            raise self._stock.CalledProcessError(status, command)
+        return 0
 
 
 def silent() -> dict[str, Any]:
