@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,8 +82,12 @@ def probe() -> dict[str, Any]:
 
     from neml2_build.toolchain import isa
 
+    # torch keeps what it compiles to find out in a folder that it shares with every torch of this user.
+    with tempfile.TemporaryDirectory(prefix="neml2-build-", ignore_cleanup_errors=True) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        answers = isa.probe()
     # Plain values only: torch's version is a class of torch, which the process that asked would import to unpickle it.
-    return json.loads(json.dumps(isa.probe()))
+    return json.loads(json.dumps(answers))
 
 
 def inductor_options() -> dict[str, Any]:
