@@ -19,7 +19,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     ----------
     kind
         ``build-start``, ``build-end``, ``target-planned``, ``stage-start``, ``stage-end``, ``graph-start``, ``graph-end``,
-        ``failure``, ``warning``.
+        ``job-end`` (a worker finished an export or an answer of torch), ``failure``, ``warning``.
     at
         Seconds since the build began.
     target, stage, graph
@@ -67,7 +67,7 @@ class Journal:
                 except Exception:
                     self._listeners.remove(listener)
 
-    def save(self, folder: Path, keep: int = 5) -> None:
+    def save(self, folder: Path, keep: int = 20) -> None:
         """Write the events as JSON lines into *folder*, and remove all but the last *keep* journals there."""
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
