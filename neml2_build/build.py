@@ -44,16 +44,18 @@ HURRIED_SECONDS = 5.0
 
 @dataclass
 class Counts:
-    """Graphs of one run: compiled in it, or taken from the store or from another target of it."""
+    """Graphs of one run: compiled in it, or taken from the store or from another target of it; seconds that this saved."""
 
     lowered: int = 0
     reused: int = 0
+    saved: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, *, lowered: int = 0, reused: int = 0) -> None:
+    def add(self, *, lowered: int = 0, reused: int = 0, saved: float = 0.0) -> None:
         with self.lock:
             self.lowered += lowered
             self.reused += reused
+            self.saved += saved
 
 
 class Build:

@@ -280,8 +280,8 @@ def one_line(result: dict[str, Any], build: Build) -> str:
     text = f"neml2-build: {targets['total']} targets: {', '.join(parts) or 'none'}"
     if graphs["lowered"] or graphs["reused"]:
         text += f"; {graphs['lowered']} graphs compiled, {graphs['reused']} reused"
-    if build.store.seconds_saved > 1:
-        text += f" (saved {build.store.seconds_saved:.0f} s)"
+    if build.counts.saved > 1:
+        text += f" (saved {build.counts.saved:.0f} s)"
     return f"{text}; {result['seconds']:.1f} s"
 
 

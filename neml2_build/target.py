@@ -516,6 +516,8 @@ class TargetRun:
                 self._parse([*wider, *self._also()], self._record("parse"))
         else:
             raise TaskError("the files that the model reads keep changing while it is loaded", file=self.target.input)
+        if outcome == "restored":
+            self.build.counts.add(saved=action.seconds)
         self.exported = _exported(action.key, {output.name: output.digest for output in action.outputs}, action.info)
         paths = self._declared()
         names = self._named((path, "") for path in paths)
@@ -716,7 +718,7 @@ class TargetRun:
         done: list[Lowered] = []
         seconds: dict[str, float] = {}
         notes: dict[str, list[str]] = {}
-        compiled = 0
+        compiled, saved = 0, 0.0
         first_error: BaseException | None = None
         seen: set[str] = set()
         for graph, key, _, future in waiting:
@@ -730,11 +732,12 @@ class TargetRun:
             made = made and key not in seen
             seen.add(key)
             compiled += made
+            saved += 0.0 if made else action.seconds
             seconds[graph.name] = action.seconds
             if action.info.get("notes"):
                 notes[graph.name] = action.info["notes"]
             done.append(Lowered(graph.name, key, action.outputs[0].digest))
-        self.build.counts.add(lowered=compiled, reused=len(done) - compiled)
+        self.build.counts.add(lowered=compiled, reused=len(done) - compiled, saved=saved)
         if first_error is not None:
             raise first_error
         self.lowered[device] = done
