@@ -17,7 +17,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from neml2_build.errors import TaskError
 
@@ -61,13 +61,16 @@ class Tensor:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
+Value: TypeAlias = "float | int | bool | list[float | int | bool]"
+
+
 @dataclass(frozen=True)
 class Constant:
-    """A parameter, a buffer, or a tensor that the graph holds, with its value where that is one number."""
+    """A parameter, a buffer, or a tensor that the graph holds, with its value where that is a few numbers in a row."""
 
     tensor: Tensor
     source: str
-    value: float | int | bool | None
+    value: Value | None
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,13 @@ class Operation:
     @property
     def kind(self) -> str:
         """``view``, ``creation`` or ``arithmetic``."""
-        return "view" if self.name in VIEWS else "creation" if self.name in CREATIONS else "arithmetic"
+        return (
+            "view"
+            if self.name in VIEWS or self.name.rstrip("_") in VIEWS
+            else "creation"
+            if self.name in CREATIONS
+            else "arithmetic"
+        )
 
     @property
     def type(self) -> str:
@@ -342,18 +351,20 @@ class _Reader:
 
     def _constant(self, raw: str, source: str) -> Constant:
         tensor = self._tensor(raw)
-        return Constant(tensor, source, self.number_text(source, tensor))
+        return Constant(tensor, source, self._value(source, tensor))
 
-    def number_text(self, source: str, tensor: Tensor) -> float | int | bool | None:
-        if tensor.shape:
+    def _value(self, source: str, tensor: Tensor) -> Value | None:
+        count = tensor.shape[0] if len(tensor.shape) == 1 else 1
+        if len(tensor.shape) > 1 or not isinstance(count, int) or count > 9:
             return None
         for kind in ("weights", "constants"):
             config = self.contents.get(f"data/{kind}/model_{kind}_config.json")
             about = json.loads(config).get("config", {}).get(source) if config else None
-            if about and (form := _FORMATS.get(tensor.dtype)) and not about.get("use_pickle"):
+            if about and (letter := _FORMATS.get(tensor.dtype)) and not about.get("use_pickle"):
                 data = self.contents.get(f"data/{kind}/{about['path_name']}", b"")
-                if len(data) == struct.calcsize(form):
-                    return struct.unpack(f"<{form}", data)[0]
+                if len(data) == struct.calcsize(f"<{count}{letter}"):
+                    numbers = list(struct.unpack(f"<{count}{letter}", data))
+                    return numbers if tensor.shape else numbers[0]
         return None
 
     # -- operations ---------------------------------------------------------------------------------------------------
@@ -488,6 +499,8 @@ def _text(target: str, arguments: Sequence[tuple[str, str]]) -> str:
     values = [value for _, value in arguments]
     if name in {**_INFIX, **_COMPARISONS} and len(values) == 2:
         return f"{values[0]} {_INFIX.get(name) or _COMPARISONS[name]} {values[1]}"
+    if name == "rsub" and len(values) == 2:
+        return f"{values[1]} - {values[0]}"
     if name == "neg" and len(values) == 1:
         return f"-{values[0]}"
     shown = [
@@ -527,6 +540,8 @@ def _optional(value: str) -> bool:
 
 def number_text(value: Any) -> str:
     """A number as short as it can be without losing a digit."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(number_text, value))}]"
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 

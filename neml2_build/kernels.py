@@ -72,6 +72,8 @@ class Kernel:
         Threads that the loop is split over.
     strided
         Whether it reads or writes other than one value after the other.
+    filled
+        Where a loop is shorter than a vector: how many values of it are used; else 0.
     launch
         Of a GPU kernel: settings by name.
     """
@@ -86,6 +88,7 @@ class Kernel:
     registers: int = 1
     threads: int = 1
     strided: bool = False
+    filled: int = 0
     launch: dict[str, str] = field(default_factory=dict)
 
     def counts(self) -> Counter[str]:
@@ -302,8 +305,12 @@ def _cpp_kernel(name: str, parameters: str, source: str, body: str, values: Mapp
         lanes=lanes if vectors else 1,
         registers=registers if vectors else 1,
         threads=max(threads, default=1),
+        filled=min((int(end) for end, step in _SHORT.findall(code) if int(end) < int(step)), default=0),
         strided=bool(re.search(r"ptr\d+\[[^\]]*\d+\s*\*", code)),
     )
+
+
+_SHORT = re.compile(r"x\d+\s*<\s*(\d+); x\d+\s*\+=\s*(\d+)")
 
 
 def _arguments(name: str, parameters: str, body: str, values: Mapping[str, str]) -> dict[str, str]:
@@ -432,9 +439,13 @@ def _end_of_statement(code: str, start: int) -> int:
 
 def _bare(text: str) -> str:
     """*text* without a cast around the whole of it."""
-    while found := re.fullmatch(r"(?:double|float|bool|decltype\(\w+\))\((.*)\)", text):
+    while found := re.fullmatch(r"(?:double|float|bool|decltype\(\w+\)|VecMask<[^()]*>)\((.*)\)", text):
         text = found[1]
     return text
+
+
+#: A number, a loop's index, numbers in a row.
+_CONSTANT = r"(?:static_cast<[\w:]+>\()?-?[\d.e+-]+f?\)?|true|false|x\d+|Vectorized\w*<[^()]*>::arange\(.*\)|.*numeric_limits.*"
 
 
 def _classify(text: str) -> tuple[str, str]:
@@ -442,7 +453,7 @@ def _classify(text: str) -> tuple[str, str]:
     inner = _bare(text)
     if re.search(r"\b(?:in_ptr|in_out_ptr|out_ptr)\d+\b", inner) and not re.search(r"\btmp", inner):
         return "load", ""
-    if re.fullmatch(r"(?:static_cast<[\w:]+>\()?-?[\d.e+-]+f?\)?|(?:true|false)|.*numeric_limits.*", inner):
+    if re.fullmatch(_CONSTANT, inner):
         return "constant", ""
     if re.fullmatch(r"(?:static_cast|c10::convert|convert)<[^()]*>\(tmp\w+\)|Vectorized\w*<[^()]*>\([^()]*\)|tmp\w+", inner):
         return "cast", ""
@@ -579,7 +590,7 @@ def summarize(graph: Graph, package: Package, device: str = "cpu") -> Summary:
     folded = {
         constant.tensor.name: number_text(constant.value)
         for constant in used
-        if constant.value is not None and float(constant.value) in literals
+        if isinstance(constant.value, (int, float)) and float(constant.value) in literals
     }
     if not held:
         folded = {one.tensor.name: number_text(one.value) if one.value is not None else one.tensor.type for one in used}
@@ -632,7 +643,7 @@ def _operations(summary: Summary) -> str:
     if removed > 0:
         text += f"; {removed} more are simplified away or part of another"
     elif removed < 0:
-        text += f"; {-removed} of them in more than one place"
+        text += f"; {-removed} come of loops that compute the same, and of tables written as comparisons"
     return text
 
 
@@ -651,7 +662,10 @@ def _repeated(summary: Summary) -> Iterator[str]:
     removed = sum(count - 1 for count in summary.repeated.values())
     texts = [f"'{text}' ({count} times)" for text, count in summary.repeated.items()]
     more = f" and {len(texts) - 5} others" if len(texts) > 5 else ""
-    yield f"repeated subexpressions: {removed} removed; captured more than once and computed once: {', '.join(texts[:5])}{more}"
+    left = sum(summary.left.values()) + sum(summary.calls.values())
+    once = left <= sum(summary.captured.values()) - removed
+    what = f"{removed} removed; captured more than once and computed once" if once else f"{removed}; captured more than once"
+    yield f"repeated subexpressions: {what}: {', '.join(texts[:5])}{more}"
 
 
 def _fusion(package: Package) -> str:
@@ -659,7 +673,9 @@ def _fusion(package: Package) -> str:
     if not count:
         return "no kernel: nothing is computed outside the calls"
     if count == 1:
-        return "1 kernel: everything that it computes is fused into one pass over the data"
+        loops = len(re.findall(r"^    for\s*\(", package.kernels[0].code, re.MULTILINE))
+        passes = "one pass over the data" if loops < 2 else f"one function of {loops} loops"
+        return f"1 kernel: everything that it computes is fused into {passes}"
     return f"{count} kernels: {', '.join(kernel.name for kernel in package.kernels)}"
 
 
@@ -669,7 +685,8 @@ def _vectors(package: Package) -> Iterator[str]:
         where = f"{kernel.name}: " if len(kernels) > 1 else ""
         if kernel.lanes > 1:
             width = f"{kernel.registers} x {package.bits} bits" if package.bits else f"{kernel.registers} registers"
-            yield f"{where}vectorized: {kernel.lanes} values a step in {width} ({package.isa or 'unknown ISA'})"
+            used = f", of which a short loop uses {kernel.filled}" if kernel.filled else ""
+            yield f"{where}vectorized: {kernel.lanes} values a step in {width} ({package.isa or 'unknown ISA'}){used}"
         else:
             why = ": it reads or writes with a stride" if kernel.strided else ""
             yield f"{where}not vectorized{why}; one value a step"

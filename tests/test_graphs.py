@@ -148,6 +148,12 @@ def test_repetition_looks_through_repeated_operands() -> None:
     assert graph.repeated() == {"x + y": 2, "exp(p)": 2}
 
 
+def test_repetition_in_a_long_chain() -> None:
+    """Written out, the meaning of the last of these operations would have 2**200 names."""
+    nodes = [node("aten.mul.Tensor", f"x{number + 1}", self=f"x{number}", other=f"x{number}") for number in range(200)]
+    assert graphs.read(program(["x0"], nodes, ["x200"]), "g.pt2").removable == 0
+
+
 def test_a_leaf_below_a_wrapper_has_its_own_name() -> None:
     wrapper = "neml2.es.implicit.RHS"
     text = f"L__self__,,{wrapper};L__self__model,model,neml2.X;L__self__model.creep,model.creep,neml2.models.Perzyna"
