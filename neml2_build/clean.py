@@ -11,7 +11,7 @@ from neml2_build.errors import RequestError
 if TYPE_CHECKING:
     from neml2_build.build import Build
 
-_STAGES = ("parse", "export", "lower-cpu", "lower-cuda", "package", "stub")
+_STAGES = ("parse", "export", "lower-cpu", "lower-cuda", "package", "stub", "verify")
 
 
 def removable(build: Build, names: Iterable[str]) -> list[tuple[str, list[Path]]]:

@@ -417,6 +417,11 @@ def _warnings_of(run: TargetRun) -> list[str]:
     if exported is not None and exported.info.get("random"):
         names = ", ".join(exported.info["random"])
         warnings.append(f"not reproducible: {names} differs each time the model is loaded")
+    verified = run.build.records.read(run.target.name, "verify")
+    if verified is not None:
+        wrong = [one["graph"] for one in verified.info.get("graphs", ()) if one.get("ok") is False]
+        if wrong:
+            warnings.append(f"compiled code differs from the captured graph: {', '.join(wrong)} (see 'neml2-build verify')")
     return warnings
 
 

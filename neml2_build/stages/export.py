@@ -201,11 +201,18 @@ class Seam:
 
 
 def normalize(program: Any) -> None:
-    """Take out of *program* what the code does not depend on and what differs between machines: stack traces.
+    """Take out of *program* what the code does not depend on: stack traces, and the values of constants that nothing uses.
 
-    The modules that operations came from stay: `show graph` names them.
+    A program carries every buffer of its model, so without the second an edit of any of them would change every graph. The
+    modules that operations came from stay: `show graph` names them.
     """
     import torch
+
+    unused = {node.name for node in program.graph.nodes if node.op == "placeholder" and not node.users}
+    for spec in program.graph_signature.input_specs:
+        for values in (program.state_dict, program.constants):
+            if getattr(spec.arg, "name", None) in unused and isinstance(values.get(spec.target), torch.Tensor):
+                values[spec.target] = torch.zeros_like(values[spec.target])  # a new one: the model's own is still in use
 
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
