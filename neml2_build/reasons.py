@@ -31,6 +31,7 @@ KINDS = {
     "metadata-changed": "the metadata changed",
     "package-changed": "a compiled graph or the metadata changed",
     "stub-changed": "the text of the stub changed",
+    "not-verified": "the manifest asks for verification, and a graph was not compared yet",
     "output-missing": "a published file is missing",
     "output-changed": "a published file is not what was published",
     "store-missing": "a result is no longer in the store",

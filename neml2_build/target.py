@@ -827,6 +827,10 @@ class TargetRun:
                 reasons.append(Reason(f"output-{how}", path))
         wanted = {self.build.records.relative(self.folder / name) for name in expected}
         reasons += [Reason("package-changed", f"{path} is no longer made") for path in published if path not in wanted]
+        if self.target.verify:
+            from neml2_build.verify import pending
+
+            reasons += [Reason("not-verified", name) for name in pending(self)]
         return tuple(reasons)
 
     def _do_package(self, stage: str) -> str:

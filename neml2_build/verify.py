@@ -65,7 +65,7 @@ def check_graphs(
     waiting: list[tuple[Difference | None, Any, str]] = []
     for name, found, program, packages in _graphs(run):
         for device, package in packages.items():
-            made_of = digest_json([comparison.VERSION, found, package, list(sizes), limit])
+            made_of = _made_of(found, package, sizes, limit)
             if made_of in agreed:
                 waiting.append((agreed[made_of], None, made_of))
                 continue
@@ -92,6 +92,21 @@ def check_graphs(
                 ) from None
         done.append(difference_)
     return done
+
+
+def pending(run: TargetRun) -> list[str]:
+    """Names of graphs that `require` would compare: those whose program and package never agreed before."""
+    agreed = {one.made_of for one in recorded(run) if one.ok is not False}
+    limit = TOLERANCES.get(run.target.dtype, 1e-10)
+    return [
+        name
+        for name, found, _, packages in _graphs(run)
+        if any(_made_of(found, package, BATCHES, limit) not in agreed for package in packages.values())
+    ]
+
+
+def _made_of(graph: str, package: str, sizes: Sequence[int], limit: float) -> str:
+    return digest_json([comparison.VERSION, graph, package, sorted(set(sizes)), limit])
 
 
 def require(build: Build, run: TargetRun) -> None:

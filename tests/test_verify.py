@@ -194,6 +194,18 @@ def test_a_graph_that_agreed_is_not_compared_again(project: Project, answers: An
     assert sorted(request.graph for request in answers.requests) == ["eq_one.pt2", "eq_one.pt2", "eq_two.pt2"]
 
 
+def test_a_wish_that_comes_later_is_met(project: Project, answers: Answers) -> None:
+    project.build()
+    asking(project)
+    build = project.start()
+    reasons = [str(reason) for verdict in build.runs["eq"].preview() for reason in verdict.reasons]
+    assert reasons == ["not-verified: eq_one.pt2", "not-verified: eq_two.pt2"]
+    build.close()
+    assert project.build().targets == {"restored": 1}
+    assert len(answers.requests) == 2
+    assert project.build().targets == {"up_to_date": 1}
+
+
 def test_without_the_wish_nothing_is_compared(project: Project, answers: Answers) -> None:
     project.build()
     assert answers.requests == []
