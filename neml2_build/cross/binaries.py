@@ -36,9 +36,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kernel(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel of a graph: the configuration that was taken, of how many, and what it uses on each architecture."""
+    """One kernel of a graph: digest of its source; the configuration that was taken, of how many; what it uses where."""
 
     name: str
+    code: str
     config: str
     candidates: int
     warps: int
@@ -58,12 +59,17 @@ class Tools(msgspec.Struct, frozen=True, kw_only=True):
         return self.ptxas_blackwell if number(arch) >= 100 else self.ptxas
 
 
-def tools(toolkit: Path) -> Tools:
-    """The programs; *toolkit* is CUDA's folder. Sets ``TRITON_PTXAS_PATH`` as torch does when it compiles its first kernel."""
-    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
-    from triton import knobs
+def torch_ptxas() -> str | None:
+    """The ``ptxas`` that torch's wheel brings, if it does."""
+    import torch
 
-    _set_triton_ptxas_path()  # torch's wheel brings a newer ptxas than Triton's; their versions of PTX differ
+    path = Path(torch.__file__).parent / "bin" / "ptxas"
+    return str(path) if path.exists() else None
+
+
+def tools(toolkit: Path) -> Tools:
+    """The programs that Triton would take now; *toolkit* is CUDA's folder."""
+    from triton import knobs
 
     return Tools(
         ptxas=knobs.nvidia.ptxas.path,

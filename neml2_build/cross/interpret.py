@@ -20,15 +20,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import io
 import json
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from neml2_build.cross.cards import chosen
+from neml2_build.digest import digest
 
 BATCHES = (1, 2, 7, 33)
 
@@ -157,6 +160,12 @@ class Kernel:
     def __init__(self, fn: Any, *, triton_meta: Any, inductor_meta: Any, configs: Sequence[Any], **_: Any) -> None:
         self.fn, self.triton_meta, self.inductor_meta, self.configs = fn, triton_meta, inductor_meta, list(configs)
 
+    @property
+    def source(self) -> str:
+        """The function alone, as ``triton.JITFunction.src`` has it."""
+        text = textwrap.dedent(inspect.getsource(self.fn.fn))
+        return text[text.index("def ") :]
+
     def run(self, *arguments: Any, **_: Any) -> None:
         """Run every configuration from the same buffers; `AssertionError` where two disagree."""
         import torch
@@ -176,9 +185,9 @@ class Kernel:
     def _run(self, config: Any, arguments: Sequence[Any], tensors: Sequence[Any]) -> None:
         from torch._inductor.runtime.triton_heuristics import GridExpr
 
-        signature = self.triton_meta["signature"]
-        names = [name for name in self.fn.arg_names if signature.get(name) != "constexpr" and name not in config.kwargs]
-        assert len(names) == len(arguments), (self.fn.__name__, names, len(arguments))
+        names = [name for name in self.fn.arg_names if name not in config.kwargs]
+        if len(names) != len(arguments):
+            raise TypeError(f"{self.fn.__name__} takes {names}, and is given {len(arguments)} arguments")
         values = {**dict(zip(names, arguments, strict=True)), **config.kwargs}
         grid = GridExpr.from_meta(self.inductor_meta, config).eval_slow(values)
         values = {name: value for name, value in values.items() if name in self.fn.arg_names}
@@ -373,7 +382,8 @@ def compared(file: Path, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``kernels`` (count), ``configurations`` (count), ``batches`` (largest relative difference by batch), or ``error``.
+        ``kernels`` (count), ``codes`` (digest of each kernel's source, as in the record of a lowering), ``configurations``
+        (count), ``batches`` (largest relative difference by batch).
     """
     import torch
     from torch.utils import _pytree
@@ -402,8 +412,9 @@ def compared(file: Path, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
             differences[str(batch)] = worst
             if not free:
                 break
-    configurations = sum(len(kernel.configs) for kernel in run.kernels.values())
-    return {"kernels": len(run.kernels), "configurations": configurations, "batches": differences}
+        configurations = sum(len(kernel.configs) for kernel in run.kernels.values())
+        codes = {name: digest(kernel.source) for name, kernel in run.kernels.items()}
+        return {"kernels": len(run.kernels), "codes": codes, "configurations": configurations, "batches": differences}
 
 
 def main(files: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from neml2_build.cross import binaries
 from neml2_build.cross.cards import REGISTERS, WARP, Card, plain
 from neml2_build.cross.program import real, stand_in
+from neml2_build.digest import digest
 
 #: Inductor options that the patches rely on.
 OPTIONS = {
@@ -280,11 +281,15 @@ def _triton(patch: _Patch, machine: Machine) -> None:
 
     patch.attribute(runtime.driver, "_active", Driver())
     # triton/backends/nvidia/compiler.py, make_cubin: line tables name the folder of inductor's cache.
+    patch.keep(os.environ, "TRITON_DISABLE_LINE_INFO")  # which a knob that is set writes
     patch.attribute(knobs.compilation, "disable_line_info", True)
     # torch/_inductor/runtime/triton_heuristics.py, CachingAutotuner.__init__, sets this for good, to a folder that goes.
     patch.keep(os.environ, "TRITON_CACHE_DIR")
-    # torch/_inductor/runtime/compile_tasks.py, _set_triton_ptxas_path, sets this for good.
-    patch.keep(os.environ, "TRITON_PTXAS_PATH")
+    # torch/_inductor/runtime/compile_tasks.py, _set_triton_ptxas_path, sets this for good, once a process: torch's wheel brings
+    # a newer ptxas than Triton's, and their versions of PTX differ.
+    ptxas = binaries.torch_ptxas()
+    if "TRITON_PTXAS_PATH" not in os.environ and ptxas is not None:
+        patch.entry(os.environ, "TRITON_PTXAS_PATH", ptxas)
 
 
 # -- instead of measuring ---------------------------------------------------------------------------------------------
@@ -324,6 +329,7 @@ def _save(machine: Machine, kernel: Any) -> None:
     machine.kernels.append(
         binaries.Kernel(
             name=kernel.inductor_meta["kernel_name"],
+            code=digest(kernel.fn.src),
             config=str(launcher.config),
             candidates=len(candidates),
             warps=launcher.bin.metadata.num_warps,
