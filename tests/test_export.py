@@ -378,7 +378,7 @@ class TestDigest:
             if export.digest_json(export._canonical(model)) == before:
                 blind.append(path)
             spot[path[-1]] = old
-        assert len(leaves(model)) > 100
+        assert len(leaves(model)) > 50
         for path in blind:
             assert (
                 path[0] in ("torch_version", "schema_version", "opset_version")
