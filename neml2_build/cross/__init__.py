@@ -111,7 +111,7 @@ def lower(
     toolchain.forget(program)
     pretended = machine.Machine(cards=chosen(architectures), archs=_ordered(architectures), toolkit=toolkit)
     with contextlib.ExitStack() as stack:
-        work = stack.enter_context(toolchain._scratch(work_dir))
+        work = stack.enter_context(toolchain._scratch(work_dir.resolve()))
         stack.enter_context(toolchain._variables(TORCHINDUCTOR_CACHE_DIR=str(work / "inductor")))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)

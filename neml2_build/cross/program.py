@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+#: The batch that block sizes are planned for. The sample's, which is 2 as a rule, gives blocks of two threads; and it is no
+#: part of a graph's digest, so that the code must not depend on it.
+POINTS = 65536
+
 #: Attribute of a fake tensor that holds its real bytes, on the CPU.
 REAL = "_neml2_build_real"
 
@@ -30,6 +34,8 @@ def real(tensor: Any) -> Any:
 
 def move(program: Any, device: str = "cuda:0") -> Any:
     """Move *program* (changed) to *device*, as ``move_to_device_pass`` (``torch/export/passes/__init__.py``) would.
+
+    Its free sizes are planned for `POINTS`, which changes no guard: what sizes are allowed stays as exported.
 
     Raises
     ------
@@ -64,4 +70,16 @@ def move(program: Any, device: str = "cuda:0") -> Any:
         if "val" in node.meta:
             with mode:
                 node.meta["val"] = _pytree.tree_map_only(torch.Tensor, lambda value: value.to(device), node.meta["val"])
+    _plan(mode.shape_env)
     return program
+
+
+def _plan(sizes: Any) -> None:
+    """Have free sizes, and what is computed of them (a loaded program has ``6*s33`` beside ``s33``), planned for `POINTS`."""
+    hints, ranges = sizes.backed_var_to_val, sizes.var_to_range
+    for symbol in hints:
+        if symbol in ranges and ranges[symbol].upper >= POINTS:
+            hints[symbol] = type(hints[symbol])(POINTS)
+    for expression in hints:
+        if expression not in ranges:
+            hints[expression] = type(hints[expression])(expression.subs({one: hints[one] for one in expression.free_symbols}))
