@@ -413,6 +413,10 @@ def _warnings_of(run: TargetRun) -> list[str]:
     parsed = run.build.records.read(run.target.name, "parse")
     if parsed is not None:
         warnings += parsed.info["parsed"]["warnings"]
+    lowered = run.build.records.read(run.target.name, "lower-cuda")
+    unrun = [made for made in lowered.info.get("cuda", {}).values() if made.get("unrun")] if lowered is not None else []
+    if unrun:
+        warnings.append(f"cuda: {unrun[0]['unrun']}; made for the limits of {', '.join(unrun[0]['cards'])}")
     exported = run.build.records.read(run.target.name, "export")
     if exported is not None and exported.info.get("random"):
         names = ", ".join(exported.info["random"])

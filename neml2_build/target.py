@@ -718,6 +718,7 @@ class TargetRun:
         done: list[Lowered] = []
         seconds: dict[str, float] = {}
         notes: dict[str, list[str]] = {}
+        cuda: dict[str, dict[str, Any]] = {}
         compiled, saved = 0, 0.0
         first_error: BaseException | None = None
         seen: set[str] = set()
@@ -736,6 +737,8 @@ class TargetRun:
             seconds[graph.name] = action.seconds
             if action.info.get("notes"):
                 notes[graph.name] = action.info["notes"]
+            if action.info.get("cuda"):
+                cuda[graph.name] = action.info["cuda"]
             done.append(Lowered(graph.name, key, action.outputs[0].digest))
         self.build.counts.add(lowered=compiled, reused=len(done) - compiled, saved=saved)
         if first_error is not None:
@@ -759,6 +762,7 @@ class TargetRun:
                     "lowered": compiled,
                     "reused": len(done) - compiled,
                     "notes": notes,
+                    **({"cuda": cuda} if cuda else {}),
                 },
             ),
         )
