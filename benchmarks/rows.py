@@ -274,7 +274,7 @@ def edit(bench: Bench) -> list[Row]:
     """One baked value edited among many targets."""
     load = measuring.load()
     bench.byte_code()
-    count, rounds = (40, 1) if bench.quick else (1000, 3)
+    count, rounds = (20, 1) if bench.quick else (1000, 3)
     folder = bench.fresh("edit")
     targets = projects.large(folder, count, distinct=projects.SHARED)
     bench.say(f"  setting up {count} targets")

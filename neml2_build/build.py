@@ -36,6 +36,8 @@ from neml2_build.workers import Done
 
 #: How many input files are kept as they were read: targets that share one follow each other.
 _DOCUMENTS = 8
+#: Up to so many targets to build, the workers' server does not fill inductor's tables first (`forkserver.preload`).
+_FEW = 2
 #: How long a build waits at its end for what it writes to the shared store.
 UPLOAD_SECONDS = 60.0
 #: The same after a failure or an interrupt.
@@ -148,7 +150,8 @@ class Build:
                     logs.mkdir(parents=True, exist_ok=True)
                 except OSError as error:
                     raise RequestError(f"the cache cannot be written to: {error.strerror}", file=self.cache) from None
-                self._compiler = RealCompiler(self.jobs, environments.worker_environment(self.environ), logs)
+                few = sum(not run.current() for run in self.runs.values()) <= _FEW
+                self._compiler = RealCompiler(self.jobs, environments.worker_environment(self.environ), logs, few=few)
             return self._compiler
 
     def connect(self, *, keys: bool = False) -> None:

@@ -58,8 +58,8 @@ class RealCompiler:
 
     name = REAL
 
-    def __init__(self, jobs: int, environment: Mapping[str, str], logs: Path) -> None:
-        self._executor = ForkExecutor(jobs, environment, logs)
+    def __init__(self, jobs: int, environment: Mapping[str, str], logs: Path, *, few: bool = False) -> None:
+        self._executor = ForkExecutor(jobs, environment, logs, few=few)
 
     def export(self, request: export.Request, *, priority: float, cwd: str) -> Future:
         return self._executor.call(export.job, request, priority=priority, cwd=cwd)

@@ -100,14 +100,19 @@ def main() -> None:
     address = sys.argv[1]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the client decides what ends
     with Listener(address, family="AF_UNIX", backlog=128) as listener:
-        preload()
+        preload(tables="--without-tables" not in sys.argv)
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         serve(listener, sys.stdin.fileno())
+    flush()
+    os._exit(0)  # nothing is left to do, and taking torch down takes 0.2 s for which the build would wait
 
 
-def preload() -> None:
-    """Import what jobs need. A module that this torch does not have is left out; torch and NEML2 themselves must import."""
+def preload(*, tables: bool = True) -> None:
+    """Import what jobs need. A module that this torch does not have is left out; torch and NEML2 themselves must import.
+
+    With *tables*, also fill inductor's: 1.5 s once, for 0.4 s less of every lowering.
+    """
     for name in PRELOAD:
         try:
             importlib.import_module(name)
@@ -119,7 +124,8 @@ def preload() -> None:
     torch.set_num_threads(1)
     from neml2_build import toolchain
 
-    toolchain.warm()
+    if tables:
+        toolchain.warm()
     gc.collect()
     gc.freeze()  # the collector of a child would otherwise touch, and so copy, every page
 

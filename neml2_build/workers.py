@@ -81,10 +81,13 @@ class ForkExecutor(Executor):
         The whole environment of the workers.
     folder
         Existing folder for logs.
+    few
+        Whether few jobs will come, so that filling tables for them beforehand would take longer than it saves.
     """
 
-    def __init__(self, jobs: int, environment: Mapping[str, str], folder: Path) -> None:
+    def __init__(self, jobs: int, environment: Mapping[str, str], folder: Path, *, few: bool = False) -> None:
         self.jobs = jobs
+        self._few = few
         self._environment = dict(environment)
         self._folder = folder
         self._queue: list[tuple[float, int, Call, Near | None, Future]] = []
@@ -259,7 +262,7 @@ class ForkExecutor(Executor):
                 log = self._folder / f"{os.getpid()}-server.log"
                 with log.open("wb") as stream:
                     self._server = subprocess.Popen(
-                        [sys.executable, "-m", "neml2_build.forkserver", address],
+                        [sys.executable, "-m", "neml2_build.forkserver", address, *(["--without-tables"] if self._few else [])],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=stream,

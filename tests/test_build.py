@@ -471,3 +471,13 @@ class TestSharedFiles:
         with pytest.raises(RequestError):
             build.document(project.root / "a.i", **how)
         build.close()
+
+
+@pytest.mark.parametrize(("stale", "few"), [(1, True), (2, True), (3, False)])
+def test_tables_are_filled_first_only_for_a_build_of_many_targets(
+    project: Project, monkeypatch: pytest.MonkeyPatch, stale: int, few: bool
+) -> None:
+    monkeypatch.setattr("neml2_build.build.RealCompiler.__init__", lambda self, *_, few: setattr(self, "few", few))
+    project.models = [Model(input="a.i", model=name) for name in ("one", "two", "eq")[:stale]]
+    build = project.start(compiler=None)
+    assert build.compiler.few is few  # type: ignore[attr-defined]
