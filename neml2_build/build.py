@@ -28,7 +28,7 @@ from neml2_build.events import Journal
 from neml2_build.identity import identity, toolchain_identity
 from neml2_build.manifest import Manifest, Model, Target
 from neml2_build.null import glob_folders, manifest_digest
-from neml2_build.records import Entry, Project, Records, Snapshot, settled
+from neml2_build.records import Entry, Project, Records, Snapshot, replace, settled
 from neml2_build.stages import lower
 from neml2_build.store import Action, ObjectMissing, Output, Store
 from neml2_build.target import TargetRun
@@ -76,7 +76,8 @@ class Build:
     compiler
         Who compiles, instead of NEML2 and torch.
     environ
-        The process environment.
+        The process environment. NEML2_BUILD_MACHINE names a folder for what is made once a machine (what torch says of the
+        CPU, precompiled headers: 270 MB), to share among projects; by default each cache has its own.
     journal
         Who is told what happens.
     untested
@@ -104,6 +105,8 @@ class Build:
         self.root = Path(manifest.root).resolve()
         self.output = self.root / os.path.expanduser(manifest.output)
         self.cache = self.root / os.path.expanduser(manifest.cache)
+        shared = self.environ.get("NEML2_BUILD_MACHINE")
+        self.machine = self.root / os.path.expanduser(shared) if shared else self.cache / "toolchain"
         self.jobs = jobs or manifest.jobs or environments.cores()
         self.force = force
         self.stock = stock
@@ -314,11 +317,24 @@ class Build:
                         self._answers[key] = msgspec.json.decode(self.store.read(action.outputs[0].digest))
                 if key not in self._answers:
                     began = time.perf_counter()
-                    done = self.compiler.run(job).result()
-                    self.journal.tell("job-end", stage=stage, seconds=done.usage.seconds)
-                    self.keep(key, stage, "", {"answer.json": msgspec.json.encode(done.value)}, made_of, began)
-                    self._answers[key] = done.value
+                    self._answers[key] = self._answer_of_machine(key) or self._answer_of_worker(key, stage, job)
+                    self.keep(key, stage, "", {"answer.json": msgspec.json.encode(self._answers[key])}, made_of, began)
             return self._answers[key]
+
+    def _answer_of_machine(self, key: str) -> dict[str, Any] | None:
+        """The answer *key* that another project of this machine got, where they share a folder (NEML2_BUILD_MACHINE)."""
+        try:
+            return msgspec.json.decode((self.machine / "answers" / f"{key}.json").read_bytes(), type=dict[str, Any])
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def _answer_of_worker(self, key: str, stage: str, job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        done = self.compiler.run(job).result()
+        self.journal.tell("job-end", stage=stage, seconds=done.usage.seconds)
+        if self.machine != self.cache / "toolchain":
+            with contextlib.suppress(OSError):
+                replace(self.machine / "answers" / f"{key}.json", msgspec.json.encode(done.value))
+        return done.value
 
     def lower_once(self, key: str, made_of: dict[str, Any], request: Callable[[], lower.Request], **how: Any) -> Future:
         """A future of (`Action`, lowered): the graph of *key*, from the store or compiled, once for all who ask.

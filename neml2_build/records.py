@@ -128,7 +128,7 @@ class Records:
     def write(self, target: str, record: Record) -> None:
         """Replace the record of a stage. A store that cannot be written to loses it: the next build looks at contents."""
         with contextlib.suppress(OSError):
-            _replace(self.folder / target / f"{record.stage}.json", msgspec.json.format(msgspec.json.encode(record)))
+            replace(self.folder / target / f"{record.stage}.json", msgspec.json.format(msgspec.json.encode(record)))
 
     def forget(self, target: str, stages: Iterable[str]) -> None:
         """Remove the records of *stages* of *target*."""
@@ -156,7 +156,7 @@ class Records:
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Replace the summary."""
         with contextlib.suppress(OSError):
-            _replace(self.folder / "snapshot.bin", msgspec.msgpack.encode(snapshot))
+            replace(self.folder / "snapshot.bin", msgspec.msgpack.encode(snapshot))
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,8 @@ def settled(stat: list[int] | None) -> list[int] | None:
     return stat
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace(path: Path, data: bytes) -> None:
+    """Write *data* to *path* atomically, making its folder where there is none."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
         try:

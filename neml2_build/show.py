@@ -432,7 +432,7 @@ def lower_request(run: TargetRun, made_of: dict[str, Any], program: bytes, work:
         march=made_of["march"],
         threads=build.environment.threads_for(made_of["march"]),
         isa=build.isa(),
-        prepared=str(build.cache / "toolchain"),
+        prepared=str(build.machine),
         work=work,
         stock=build.stock,
     )

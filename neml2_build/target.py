@@ -780,7 +780,7 @@ class TargetRun:
             march=target.march,
             threads=build.environment.threads_for(target.march),
             isa=build.isa(),
-            prepared=str(build.cache / "toolchain"),
+            prepared=str(build.machine),
             work=str(work),
             stock=build.stock,
             untested=build.untested,

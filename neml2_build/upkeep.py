@@ -49,7 +49,7 @@ def tidy(build: Build, *, max_size: int | None = None, older_than: float | None 
             return GcReport(size=size)
     report = build.store.gc(limit, older_than, used_by(build))
     if not build.store.readonly:
-        sweep_pieces(build.cache / "toolchain")
+        sweep_pieces(build.machine)
         sweep_logs(build.cache / "logs")
         with contextlib.suppress(OSError):
             swept.touch()
