@@ -135,7 +135,7 @@ def _elementwise(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     from triton.language import core
     from triton.runtime.interpreter import TensorHandle
 
-    first = next(one for one in arguments if isinstance(one, core.tensor))
+    first: Any = next(one for one in arguments if isinstance(one, core.tensor))
     arrays = [
         torch.from_numpy(np.array(one.handle.data))
         if isinstance(one, core.tensor)
@@ -201,9 +201,10 @@ class Kernel:
 def _bounds(ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
     """While open, loads and stores of the interpreter lie in *ranges* (address, bytes), or `OutOfBounds` is raised."""
     import numpy as np
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime import interpreter
 
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    builder: Any = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
 
     def check(pointers: Any, mask: Any, what: str) -> None:
         addresses, used = np.broadcast_arrays(pointers.data, mask.data)
@@ -222,13 +223,13 @@ def _bounds(ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
         check(pointers, mask, "writes")
         return store(self, pointers, value, mask, *rest)
 
-    InterpreterBuilder.create_masked_load = checked_load
-    InterpreterBuilder.create_masked_store = checked_store
+    builder.create_masked_load = checked_load
+    builder.create_masked_store = checked_store
     try:
         yield
     finally:
-        InterpreterBuilder.create_masked_load = load
-        InterpreterBuilder.create_masked_store = store
+        builder.create_masked_load = load
+        builder.create_masked_store = store
 
 
 class Run:
@@ -254,10 +255,11 @@ class Run:
         return list(self._call(list(arguments)))
 
     def _kernel(self, name: str, source: str, **_: Any) -> Kernel:
+        from importlib import import_module
         from importlib.util import module_from_spec, spec_from_file_location
 
-        import torch._inductor.runtime.triton_helpers as helpers
-        import torch._inductor.runtime.triton_heuristics as heuristics
+        helpers: Any = import_module("torch._inductor.runtime.triton_helpers")
+        heuristics: Any = import_module("torch._inductor.runtime.triton_heuristics")
 
         helpers.libdevice = Libdevice()
         helpers.set_driver_to_gpu = lambda: None  # asks for a GPU, as each kernel's module begins
