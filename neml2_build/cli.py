@@ -231,7 +231,7 @@ def _compiler_name() -> str:
 
 def _nothing_to_do(total: int, seconds: float, quiet: bool, as_json: bool) -> int:
     if not quiet:
-        say(f"neml2-build: {total} targets: {total} up to date; {seconds:.1f} s")
+        say(f"neml2-build: {_count(total, 'target')}: {total} up to date; {seconds:.1f} s")
     if as_json:
         targets = {"total": total, "built": 0, "restored": 0, "up_to_date": total, "failed": 0, "skipped": 0}
         print_json(
@@ -249,14 +249,14 @@ def _nothing_to_do(total: int, seconds: float, quiet: bool, as_json: bool) -> in
 
 def summarize(build: Build, runs: list[TargetRun], seconds: float) -> dict[str, Any]:
     """The object that ``--json`` prints."""
-    tally = {"built": 0, "restored": 0, "up-to-date": 0, "failed": 0, "skipped": 0}
+    tally = {"built": 0, "restored": 0, "up-to-date": 0, "failed": len(_unread(build)), "skipped": 0}
     for run in runs:
         tally[run.summary()] += 1
     return {
         "ok": not build.failures and not tally["skipped"],
         "seconds": round(seconds, 3),
         "targets": {
-            "total": len(runs),
+            "total": sum(tally.values()),
             "built": tally["built"],
             "restored": tally["restored"],
             "up_to_date": tally["up-to-date"],
@@ -265,8 +265,28 @@ def summarize(build: Build, runs: list[TargetRun], seconds: float) -> dict[str, 
         },
         "graphs": {"lowered": build.counts.lowered, "reused": build.counts.reused},
         "torch_imported": build.torch_imported,
-        "failures": [{"target": error.target, "stage": error.stage, "message": str(error)} for error in build.failures],
+        "failures": _failures(build),
     }
+
+
+def _unread(build: Build) -> list[BuildError]:
+    """Failures of entries of the manifest that no target could be made of."""
+    return [error for error in build.failures if error.target not in build.runs]
+
+
+def _told(build: Build) -> int:
+    """Tell of the entries that no target could be made of: the exit code that they ask for."""
+    for error in _unread(build):
+        say(f"neml2-build: error: {error}")
+    return max((error.exit_code for error in _unread(build)), default=0)
+
+
+def _failures(build: Build) -> list[dict[str, Any]]:
+    return [{"target": error.target, "stage": error.stage, "message": str(error)} for error in build.failures]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def one_line(result: dict[str, Any], build: Build) -> str:
@@ -277,9 +297,9 @@ def one_line(result: dict[str, Any], build: Build) -> str:
         for name in ("built", "restored", "up_to_date", "failed", "skipped")
         if targets[name]
     ]
-    text = f"neml2-build: {targets['total']} targets: {', '.join(parts) or 'none'}"
+    text = f"neml2-build: {_count(targets['total'], 'target')}: {', '.join(parts) or 'none'}"
     if graphs["lowered"] or graphs["reused"]:
-        text += f"; {graphs['lowered']} graphs compiled, {graphs['reused']} reused"
+        text += f"; {_count(graphs['lowered'], 'graph')} compiled, {graphs['reused']} reused"
     if build.counts.saved > 1:
         text += f" (saved {build.counts.saved:.0f} s)"
     return f"{text}; {result['seconds']:.1f} s"
@@ -313,8 +333,7 @@ def _dry_run(build: Build, runs: list[TargetRun], as_json: bool) -> int:
     if not plan and not build.failures:
         say("neml2-build: everything is up to date")
     if as_json:
-        failures = [{"target": error.target, "stage": error.stage, "message": str(error)} for error in build.failures]
-        print_json({"ok": not build.failures, "dry_run": True, "tasks": plan, "failures": failures})
+        print_json({"ok": not build.failures, "dry_run": True, "tasks": plan, "failures": _failures(build)})
     return 0 if not build.failures else max(error.exit_code for error in build.failures)
 
 
@@ -331,7 +350,7 @@ def list_command(names: tuple[str, ...], manifest: str | None, as_json: bool) ->
     \b
     neml2-build list 'visco*'
     """
-    build = load_build(manifest, look_only=True)
+    build = load_build(manifest, look_only=True, keep_going=True)
     rows = [
         {
             "name": run.target.name,
@@ -342,13 +361,14 @@ def list_command(names: tuple[str, ...], manifest: str | None, as_json: bool) ->
         }
         for run in build.select(names)
     ]
+    code = _told(build)
     if as_json:
-        print_json({"targets": rows})
-        return 0
+        print_json({"targets": rows, "failures": _failures(build)} if build.failures else {"targets": rows})
+        return code
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         click.echo(f"{row['name']:{width}}  {row['model']} of {row['input']}  [{', '.join(row['devices'])}]")
-    return 0
+    return code
 
 
 @click.command("status", context_settings=_CONTEXT)
@@ -363,11 +383,12 @@ def status_command(names: tuple[str, ...], manifest: str | None, as_json: bool, 
     neml2-build status
     neml2-build status viscoplasticity -v
     """
-    build = load_build(manifest, look_only=True)
+    build = load_build(manifest, look_only=True, keep_going=True)
     rows = [_status_of(run) for run in build.select(names)]
+    code = _told(build)
     if as_json:
-        print_json({"targets": rows})
-        return 0
+        print_json({"targets": rows, "failures": _failures(build)} if build.failures else {"targets": rows})
+        return code
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         click.echo(f"{row['name']:{width}}  {row['state']}{': ' + row['why'] if row['why'] else ''}")
@@ -380,7 +401,7 @@ def status_command(names: tuple[str, ...], manifest: str | None, as_json: bool, 
     orphans = sorted(set(build.records.targets()) - set(build.runs) - {"journal"})
     if orphans and not names:
         click.echo(f"built earlier and no longer in the manifest: {', '.join(orphans)} ('neml2-build clean NAME' removes them)")
-    return 0
+    return code
 
 
 def _status_of(run: TargetRun) -> dict[str, Any]:
@@ -439,16 +460,17 @@ def explain_command(names: tuple[str, ...], manifest: str | None, as_json: bool)
     \b
     neml2-build explain rates
     """
-    build = load_build(manifest, look_only=True)
+    build = load_build(manifest, look_only=True, keep_going=True)
     rows = []
     for run in build.select(names):
         row = _status_of(run)
         row["last"] = [_last(run, stage) for stage in run.stages]
         row["depends_on"] = _dependencies(run)
         rows.append(row)
+    code = _told(build)
     if as_json:
-        print_json({"targets": rows})
-        return 0
+        print_json({"targets": rows, "failures": _failures(build)} if build.failures else {"targets": rows})
+        return code
     for row in rows:
         click.echo(f"{row['name']}: {row['state']}" + (f": {row['why']}" if row["state"] == "error" else ""))
         for stage, last in zip(row["stages"], row["last"], strict=False):
@@ -464,7 +486,7 @@ def explain_command(names: tuple[str, ...], manifest: str | None, as_json: bool)
             click.echo("  depends on")
             for line in row["depends_on"]:
                 click.echo(f"    {line}")
-    return 0
+    return code
 
 
 def _last(run: TargetRun, stage: str) -> dict[str, Any] | None:
@@ -503,7 +525,7 @@ def _dependencies(run: TargetRun) -> list[str]:
         environment = next(iter(record.made_of.values()))["environment"]
         compiler = (environment.get("compiler") or {}).get("version")
         lines.append(
-            f"{stage}: {len(record.made_of)} graphs, {compiler}, {environment['libc']}, {environment['threads']} threads"
+            f"{stage}: {_count(len(record.made_of), 'graph')}, {compiler}, {environment['libc']}, {environment['threads']} threads"
         )
         lines += [f"{stage}: variable {name} = {value!r}" for name, value in environment["variables"].items()]
     return lines

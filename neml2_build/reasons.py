@@ -5,6 +5,7 @@ The names are few and fixed, since statistics count them; the detail is what `ex
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -57,10 +58,23 @@ def compare(old: Any, new: Any) -> tuple[Reason, ...]:
         return (Reason("first-build"),)
     reasons: list[Reason] = []
     for path, before, after in _differences(old, new):
-        kind = _kind(path)
-        name = ".".join(path)
-        reasons.append(Reason(kind, f"{name}: {_short(before)} -> {_short(after)}"))
+        reasons.append(Reason(_kind(path), _detail(path, before, after)))
     return tuple(reasons)
+
+
+def _detail(path: tuple[str, ...], before: Any, after: Any) -> str:
+    """What changed at *path*; two digests say nothing to a reader, so the name of what they are of stands for them."""
+    name = path[-1] if path[0] == "files" else ".".join(path)
+    if not (_is_digest(before) or _is_digest(after)):
+        return f"{name}: {_short(before)} -> {_short(after)}"
+    name = name.removesuffix(".digest").removeprefix("environment.").removeprefix("packages.")
+    if before is None or after is None:
+        return f"{name} is {'new' if before is None else 'gone'}"
+    return f"{name} has other contents"
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 
 def _differences(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any, Any]]:

@@ -51,7 +51,7 @@ class TestBuild:
     def test_without_json_standard_output_is_empty(self, cli: Any) -> None:
         done = cli("build")
         assert done.out == ""
-        assert "1 targets: 1 built; 2 graphs compiled, 0 reused" in done.err
+        assert "1 target: 1 built; 2 graphs compiled, 0 reused" in done.err
 
     def test_quiet_prints_nothing_and_quiet_failures_are_heard(self, failing: Any) -> None:
         assert failing("build", "good", "-q").err == ""

@@ -49,13 +49,13 @@ _SAME = [
     (r"asked \d+ times: \d+ hits \(\d+%\)", "ASKED"),
     (r"\d\.\de[+-]\d\d", "FLOAT"),
     (r"(neml2|nmhit|pyzag|torch|numpy|glibc) \d[\w.+]*", r"\1 VERSION"),
-    (r"(lower-cpu: \d+ graphs), .*", r"\1, MACHINE"),
+    (r"(lower-cpu: \d+ graphs?), .*", r"\1, MACHINE"),
     (r"vectorized: .*", "vectorized: WIDTH"),
     (r"x0\+=\d+|, \d+\)(?=;$)", "STEP"),
     (r" +", " "),
 ]
 #: What the fake compiler counts otherwise: it makes a graph of each leaf.
-_FAKE = [(r"; \d+ graphs compiled, \d+ reused", "")]
+_FAKE = [(r"; \d+ graphs? compiled, \d+ reused", "")]
 
 
 @dataclass(frozen=True)

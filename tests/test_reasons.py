@@ -68,7 +68,31 @@ def test_the_kind_of_each_difference(path: tuple[str, ...], kind: str) -> None:
         old, new = {step: old}, {step: new}
     (reason,) = compare(old, new)
     assert reason.kind == kind
-    assert reason.detail == f"{'.'.join(path)}: before -> after"
+    name = path[-1] if path[0] == "files" else ".".join(path)
+    assert reason.detail == f"{name}: before -> after"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (("files", "ext/mine.py"), "ext/mine.py"),
+        (("graph",), "graph"),
+        (("environment", "packages", "torch", "digest"), "torch"),
+        (("environment", "compiler", "digest"), "compiler"),
+    ],
+    ids=".".join,
+)
+def test_a_digest_is_told_by_the_name_of_its_contents(path: tuple[str, ...], said: str) -> None:
+    def key(value: str | None) -> object:
+        made_of: object = value
+        for step in reversed(path):
+            made_of = {step: made_of}
+        return made_of
+
+    one, other = "0" * 32, "f" * 32
+    assert [reason.detail for reason in compare(key(one), key(other))] == [f"{said} has other contents"]
+    assert [reason.detail for reason in compare(key(None), key(other))] == [f"{said} is new"]
+    assert [reason.detail for reason in compare(key(one), key(None))] == [f"{said} is gone"]
 
 
 def test_every_package_of_the_export_key_has_a_reason_of_its_own() -> None:
@@ -79,7 +103,7 @@ def test_every_package_of_the_export_key_has_a_reason_of_its_own() -> None:
 
 def test_what_came_and_what_went_is_none() -> None:
     reasons = compare({"files": {"a.csv": "1"}}, {"files": {"b.csv": "2"}})
-    assert [reason.detail for reason in reasons] == ["files.a.csv: 1 -> none", "files.b.csv: none -> 2"]
+    assert [reason.detail for reason in reasons] == ["a.csv: 1 -> none", "b.csv: none -> 2"]
 
 
 def test_long_values_are_cut() -> None:
