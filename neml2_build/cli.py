@@ -524,9 +524,8 @@ def _dependencies(run: TargetRun) -> list[str]:
             continue
         environment = next(iter(record.made_of.values()))["environment"]
         compiler = (environment.get("compiler") or {}).get("version")
-        lines.append(
-            f"{stage}: {_count(len(record.made_of), 'graph')}, {compiler}, {environment['libc']}, {environment['threads']} threads"
-        )
+        graphs = _count(len(record.made_of), "graph")
+        lines.append(f"{stage}: {graphs}, {compiler}, {environment['libc']}, {environment['threads']} threads")
         lines += [f"{stage}: variable {name} = {value!r}" for name, value in environment["variables"].items()]
     return lines
 

@@ -209,7 +209,7 @@ def _known_types() -> Iterator[None]:
     import neml2.types as types
     import torch
 
-    known = [value for name in dir(types) if inspect.isclass(value := getattr(types, name))]
+    known: list[Any] = [value for name in dir(types) if inspect.isclass(value := getattr(types, name))]
     with torch.serialization.safe_globals(known):
         yield
 

@@ -16,7 +16,7 @@ import inspect
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,7 +229,7 @@ def _question(code: str, flags: str) -> str:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     stock = getattr(owner, name)
     setattr(owner, name, value)
     try:
