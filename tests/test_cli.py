@@ -432,7 +432,7 @@ class TestProcess:
         build = subprocess.Popen(
             command("build", "-j", "1"),
             cwd=project.root,
-            env=fake_environment(NEML2_BUILD_FAKE_DELAY="0.4", NEML2_BUILD_FAKE_LOG=str(log)),
+            env=fake_environment(NEML2_BUILD_FAKE_DELAY="2", NEML2_BUILD_FAKE_LOG=str(log)),
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
