@@ -385,7 +385,7 @@ def status_command(names: tuple[str, ...], manifest: str | None, as_json: bool, 
     """
     build = load_build(manifest, look_only=True, keep_going=True)
     rows = [_status_of(run) for run in build.select(names)]
-    code = _told(build)
+    code = max(_told(build), *(int(row["state"] == "error") for row in rows), 0)
     if as_json:
         print_json({"targets": rows, "failures": _failures(build)} if build.failures else {"targets": rows})
         return code
@@ -398,10 +398,16 @@ def status_command(names: tuple[str, ...], manifest: str | None, as_json: bool, 
             for stage in row["stages"]:
                 reasons = "; ".join(stage["reasons"]) or stage["detail"]
                 click.echo(f"{'':{width}}    {stage['stage']:12} {stage['what']:10} {reasons}")
-    orphans = sorted(set(build.records.targets()) - set(build.runs) - {"journal"})
+    orphans = sorted(name for name in build.records.targets() if name not in build.runs and build.records.read(name, "package"))
     if orphans and not names:
-        click.echo(f"built earlier and no longer in the manifest: {', '.join(orphans)} ('neml2-build clean NAME' removes them)")
+        click.echo(
+            f"built earlier and no longer in the manifest: {', '.join(orphans)} ('neml2-build clean' with the name removes it)"
+        )
     return code
+
+
+#: Stages that read and write text: what they make is never missed.
+_CHEAP = ("parse", "stub")
 
 
 def _status_of(run: TargetRun) -> dict[str, Any]:
@@ -424,7 +430,8 @@ def _status_of(run: TargetRun) -> dict[str, Any]:
     if todo:
         first = todo[0]
         never = any(reason.kind == "first-build" for reason in first.reasons)
-        row["state"] = "not built" if never else "out of date"
+        kept = all(verdict.what != "unknown" and (verdict.what != "run" or verdict.stage in _CHEAP) for verdict in todo)
+        row["state"] = "not published, in the store" if never and kept else "not built" if never else "out of date"
         row["why"] = "; ".join(str(reason) for reason in first.reasons[:3])
     return row
 
@@ -594,5 +601,22 @@ def main(arguments: list[str] | None = None) -> None:
     raise SystemExit(code)
 
 
+def run() -> None:
+    """The command as the shell calls it.
+
+    Ends without tearing the interpreter down: input files that an error still holds would have nmhit's bindings print a page
+    about leaked instances under the message.
+    """
+    import atexit
+
+    try:
+        main()
+    except SystemExit as done:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(done.code if isinstance(done.code, int) else 1)
+
+
 if __name__ == "__main__":
-    main()
+    run()

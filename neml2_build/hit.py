@@ -353,11 +353,23 @@ def _syntax_error(message: str, path: Path, line: int | None) -> TaskError:
     remedy = "mend the line"
     if "end of file" in message:
         remedy = "a section may lack the [] that closes it, a value its closing quote"
+    elif "newline in section header" in message:
+        remedy = "close the name of the section with ]"
     elif "unexpected character" in message:
-        remedy = "a value with spaces or quotes needs '...', one with quotes or # inside needs '''...'''"
+        remedy = "write NAME = VALUE;" if _lacks_sign(path, line) else "mend the line;"
+        remedy += " a value with spaces or quotes needs '...', one with quotes or # inside needs '''...'''"
     elif "duplicate field" in message:
         remedy = "remove one of the two lines, or write := in the second"
     return TaskError(message, file=path, line=line, remedy=remedy)
+
+
+def _lacks_sign(path: Path, line: int | None) -> bool:
+    """Whether *line* of the file has words and no sign between them."""
+    try:
+        text = path.read_text(encoding="utf-8").splitlines()[(line or 0) - 1]
+    except (OSError, UnicodeDecodeError, IndexError):
+        return False
+    return "=" not in text and not text.strip().startswith("[")
 
 
 def _first_stray_character(text: str) -> tuple[int | None, str]:

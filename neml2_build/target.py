@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -247,7 +248,28 @@ class TargetRun:
                 return (Reason("stage-before", before),)
         return ()
 
+    def _place(self, error: BuildError) -> None:
+        """Add to what NEML2 says the line of the name that it says it of, and the nearest name that the file has."""
+        import difflib
+
+        option = re.match(r"--(derivative|parameter|rename-\w+) ", error.message)
+        if option is not None:
+            name = {"derivative": "derivatives", "parameter": "parameters"}.get(option[1], f"{option[1]}s")
+            error.message = f"{name}: {error.message[option.end() :]}"
+            error.file = str(self.build.manifest.file) if self.build.manifest.file else error.file
+            return
+        missing = re.match(r"No \[(\w+)/([^\]]+)\] found", error.message)
+        if missing is not None:
+            error.message = f"no block [{missing[1]}/{missing[2]}], which another block names"
+            known = [name for section, name in _blocks(self.parsed.all_blocks) if section == missing[1]] if self.parsed else []
+            near = difflib.get_close_matches(missing[2], known, n=1)
+            error.remedy = f"did you mean '{near[0]}'?" if near else error.remedy
+        for found in re.finditer(r"\[\w+/([^\]{}]+)\]|'([^']+)'", error.message):
+            error.line = error.line or self._line_of(found[1] or found[2])
+
     def _fail(self, error: BuildError, stage: str) -> None:
+        if stage == "export" and error.line is None and error.file == str(self.target.input):
+            self._place(error)
         self.failed = error
         self.release()
         self.build.fail(error, self.target.name, stage)
@@ -451,7 +473,7 @@ class TargetRun:
     def _line_of(self, text: str) -> int | None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             for number, line in enumerate(self.target.input.read_text(encoding="utf-8").splitlines(), 1):
-                if text in line:
+                if re.search(rf"(?<![\w.]){re.escape(text)}(?![\w])", line.partition("#")[0]):
                     return number
         return None
 

@@ -256,7 +256,7 @@ class ForkExecutor(Executor):
             if self._start_error is not None:
                 raise TaskError(self._start_error, remedy="run 'neml2-build doctor'")
             if self._socket_folder is None:
-                self._socket_folder = tempfile.TemporaryDirectory(prefix="neml2-build-")
+                self._socket_folder = tempfile.TemporaryDirectory(prefix="neml2-build-", ignore_cleanup_errors=True)
             address = str(Path(self._socket_folder.name) / "s")
             if self._server is None:
                 log = self._folder / f"{os.getpid()}-server.log"
@@ -266,7 +266,8 @@ class ForkExecutor(Executor):
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=stream,
-                        env={**self._environment, "PYTHONDONTWRITEBYTECODE": "1"},
+                        # what jobs leave in the temporary folder, killed or not, goes with the server
+                        env={**self._environment, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": self._socket_folder.name},
                         start_new_session=True,
                     )
                 assert self._server.stdout is not None

@@ -424,7 +424,7 @@ def _explain(error: BaseException, request: Request) -> TaskError:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, KeyError):
         message = message.strip("\"'")
-    message = message.replace("NativeRegistry", "NEML2's registry")
+    message = message.replace("NativeRegistry", "NEML2's registry").partition(" The Python-native object surface")[0]
     if len(message) > 600:
         message = message[:600] + " ..."
     remedy = None
