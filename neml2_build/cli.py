@@ -400,9 +400,8 @@ def status_command(names: tuple[str, ...], manifest: str | None, as_json: bool, 
                 click.echo(f"{'':{width}}    {stage['stage']:12} {stage['what']:10} {reasons}")
     orphans = sorted(name for name in build.records.targets() if name not in build.runs and build.records.read(name, "package"))
     if orphans and not names:
-        click.echo(
-            f"built earlier and no longer in the manifest: {', '.join(orphans)} ('neml2-build clean' with the name removes it)"
-        )
+        listed = ", ".join(orphans)
+        click.echo(f"built earlier and no longer in the manifest: {listed} ('neml2-build clean {orphans[0]}' removes it)")
     return code
 
 
