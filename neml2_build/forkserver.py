@@ -217,9 +217,15 @@ def work(connection: Connection) -> None:
     send(connection, (*answer, usage))
 
 
+def place_of_sockets() -> str:
+    """Folder for folders of sockets: the temporary one, unless its name is too long for a socket's (108 bytes on Linux)."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) <= 80 else "/tmp"
+
+
 def stay(connection: Connection, value: Any, usage: Usage) -> None:
     """Answer, and serve calls at a new address until the client hangs up."""
-    folder = tempfile.mkdtemp(prefix="neml2-build-")
+    folder = tempfile.mkdtemp(prefix="neml2-build-", dir=place_of_sockets())
     address = str(Path(folder) / "s")
     gc.collect()
     gc.freeze()

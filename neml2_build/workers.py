@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from neml2_build.errors import TaskError
-from neml2_build.forkserver import Call, Remote, Usage
+from neml2_build.forkserver import Call, Remote, Usage, place_of_sockets
 
 
 class WorkerFailed(Exception):
@@ -256,7 +256,9 @@ class ForkExecutor(Executor):
             if self._start_error is not None:
                 raise TaskError(self._start_error, remedy="run 'neml2-build doctor'")
             if self._socket_folder is None:
-                self._socket_folder = tempfile.TemporaryDirectory(prefix="neml2-build-", ignore_cleanup_errors=True)
+                self._socket_folder = tempfile.TemporaryDirectory(
+                    prefix="neml2-build-", dir=place_of_sockets(), ignore_cleanup_errors=True
+                )
             address = str(Path(self._socket_folder.name) / "s")
             if self._server is None:
                 log = self._folder / f"{os.getpid()}-server.log"
