@@ -436,6 +436,8 @@ class TestProcess:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # a shell ignores Ctrl-C for what it starts in the background, and that is inherited
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         while build.poll() is None and not (log.exists() and "lower" in log.read_text()):
             pass

@@ -187,6 +187,8 @@ def test_the_command_watches_real_files_until_interrupted(project):
         text=True,
         env=os.environ,
         start_new_session=True,
+        # a shell ignores Ctrl-C for what it starts in the background, and that is inherited
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None and process.stderr is not None
     try:
