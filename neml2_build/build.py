@@ -146,16 +146,20 @@ class Build:
         """Who compiles; started at the first use."""
         with self._compiler_lock:
             if self._compiler is None:
-                if self.environment.compiler is None:
-                    environments.require_compiler(self.environ)
-                logs = self.cache / "logs"
-                try:
-                    logs.mkdir(parents=True, exist_ok=True)
-                except OSError as error:
-                    raise RequestError(f"the cache cannot be written to: {error.strerror}", file=self.cache) from None
                 few = sum(not run.current() for run in self.runs.values()) <= _FEW
-                self._compiler = RealCompiler(self.jobs, environments.worker_environment(self.environ), logs, few=few)
+                self._compiler = self.start_compiler(few=few)
             return self._compiler
+
+    def start_compiler(self, *, few: bool = False) -> RealCompiler:
+        """NEML2 and torch, for this build's machine and folders. Raises `RequestError` where there is no C++ compiler."""
+        if self.environment.compiler is None:
+            environments.require_compiler(self.environ)
+        logs = self.cache / "logs"
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"the cache cannot be written to: {error.strerror}", file=self.cache) from None
+        return RealCompiler(self.jobs, environments.worker_environment(self.environ), logs, few=few)
 
     def connect(self, *, keys: bool = False) -> None:
         """Put the shared store and the keys that the manifest names behind the store: when there is something to do, because
@@ -268,8 +272,7 @@ class Build:
 
     def isa_key(self) -> tuple[str, dict[str, Any]]:
         """The key of what torch says of this CPU, and what it is made of."""
-        made_of = {"stage": "probe", "version": versions.LOWER, "environment": self.environment.for_lowering("native")}
-        return digest_json(made_of), made_of
+        return _answer_key("probe", self.environment.for_lowering("native"))
 
     def isa(self) -> dict[str, Any] | None:
         """What torch says of this CPU: asked once a machine, compiler and torch, and kept in the store."""
@@ -303,8 +306,7 @@ class Build:
 
     def _ask(self, stage: str, about: dict[str, Any], job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The answer of *job*, which runs in a worker once for all builds that share the store, as long as *about* holds."""
-        made_of = {"stage": stage, "version": versions.LOWER, "environment": about}
-        key = digest_json(made_of)
+        key, made_of = _answer_key(stage, about)
         with self._answers_lock:
             lock = self._answer_locks.setdefault(key, threading.Lock())
         with lock:
@@ -555,6 +557,12 @@ def _digest_or_none(path: Path) -> str | None:
         return digest_file(path)
     except OSError:
         return None
+
+
+def _answer_key(stage: str, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The key of an answer of torch, and what it is made of."""
+    made_of = {"stage": stage, "version": versions.LOWER, "environment": about}
+    return digest_json(made_of), made_of
 
 
 def _copy(done: Future, shared: Future) -> None:

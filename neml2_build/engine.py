@@ -15,7 +15,7 @@ from doit.loader import generate_tasks
 
 from neml2_build.build import Build
 from neml2_build.environment import cuda_device
-from neml2_build.errors import BuildError, TaskError
+from neml2_build.errors import TaskError
 from neml2_build.target import TargetRun
 from neml2_build.tasks import tasks_of
 
@@ -142,8 +142,3 @@ def _hopeless(runs: Sequence[TargetRun], without: frozenset[str]) -> frozenset[s
     if any(run.target.cuda_arch for run in runs):
         return frozenset()
     return without
-
-
-def failed(build: Build) -> list[BuildError]:
-    """What failed, in the order in which it did."""
-    return build.failures

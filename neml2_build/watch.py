@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from neml2_build import cli
-from neml2_build import environment as environments
 from neml2_build.compiler import Compiler, FakeCompiler, RealCompiler
 from neml2_build.errors import BuildError, RequestError
 
@@ -308,13 +307,7 @@ class Kept:
     def _start(self, build: Build) -> Compiler:
         if self._fake:
             return FakeCompiler(build.jobs)
-        environments.require_compiler(build.environ)
-        logs = build.cache / "logs"
-        try:
-            logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RequestError(f"the cache cannot be written to: {error.strerror}", file=build.cache) from None
-        return RealCompiler(build.jobs, environments.worker_environment(build.environ), logs)
+        return build.start_compiler()
 
     @property
     def _inner(self) -> Compiler:
