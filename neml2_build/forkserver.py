@@ -183,6 +183,18 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 
+def renew_thread_pool() -> None:
+    """Have torch make its pthreadpool anew, as it must in a forked child, while this is the only thread.
+
+    ``caffe2::pthreadpool()`` drops the pool of the parent at its first call in a child, and for a moment there is none
+    (caffe2/utils/threadpool/pthreadpool-cpp.cc): of two threads of autograd that start together, one then ends the process
+    with "Invalid thread pool!". One export in seven that differentiates with autograd died of it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+
+
 def work(connection: Connection) -> None:
     """The life of a worker: one call, and where that returns `Stay`, calls served from here."""
     die_with_parent()
@@ -194,6 +206,7 @@ def work(connection: Connection) -> None:
     connection.send(("started", os.getpid()))
     call: Call = connection.recv()
     redirect(call.log)
+    renew_thread_pool()
     try:
         os.chdir(call.cwd)
         value = resolve(call.function)(*call.arguments)

@@ -234,9 +234,12 @@ class ForkExecutor(Executor):
     @staticmethod
     def _last_words(call: Call, pid: int | None) -> str:
         with contextlib.suppress(OSError):
-            lines = Path(call.log).read_text(errors="replace").strip().splitlines()
-            if lines:
-                return f"the worker process died: {lines[-1]}"
+            lines = [line.strip() for line in Path(call.log).read_text(errors="replace").splitlines()]
+            # the C++ runtime ends with what was thrown, then a stack of which no line says anything to a user
+            thrown = [line.partition("what():")[2] for line in lines if line.startswith("what():")]
+            said = [line for line in lines if line and not line.startswith("frame #")]
+            if said:
+                return f"the worker process died: {(thrown or said)[-1].strip()}"
         return "the worker process died without a word: killed, or out of memory"
 
     def _connect(self, near: Near | None) -> Connection:

@@ -131,6 +131,11 @@ class TestFailures:
         assert "last words" in Path(caught.value.log).read_text()
         assert result(executor.submit(jobs.add, 1, 1)) == 2
 
+    def test_of_an_exception_that_ended_the_process_what_it_says_is_told(self, executor: ForkExecutor) -> None:
+        with pytest.raises(WorkerFailed) as caught:
+            result(executor.submit(jobs.die, "abort"))
+        assert str(caught.value) == "the worker process died: Invalid pool"
+
     def test_a_job_that_exits(self, executor: ForkExecutor) -> None:
         with pytest.raises(WorkerFailed) as caught:
             result(executor.submit(jobs.die, "system exit"))
