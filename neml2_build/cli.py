@@ -441,9 +441,15 @@ def _warnings_of(run: TargetRun) -> list[str]:
     if parsed is not None:
         warnings += parsed.info["parsed"]["warnings"]
     lowered = run.build.records.read(run.target.name, "lower-cuda")
-    unrun = [made for made in lowered.info.get("cuda", {}).values() if made.get("unrun")] if lowered is not None else []
-    if unrun:
-        warnings.append(f"cuda: {unrun[0]['unrun']}; made for the limits of {', '.join(unrun[0]['cards'])}")
+    if lowered is not None and lowered.info.get("cuda"):
+        from neml2_build.verify import ran
+
+        run_here, cuda = ran(run, "cuda"), lowered.info["cuda"]
+        unrun = [name for name, _, found in lowered.info["graphs"] if cuda.get(name, {}).get("unrun") and found not in run_here]
+        if unrun:
+            some = f"{len(unrun)} of {len(lowered.info['graphs'])} graphs " if len(unrun) < len(lowered.info["graphs"]) else ""
+            made = cuda[unrun[0]]
+            warnings.append(f"cuda: {some}{made['unrun']}; made for the limits of {', '.join(made['cards'])}")
     exported = run.build.records.read(run.target.name, "export")
     if exported is not None and exported.info.get("random"):
         names = ", ".join(exported.info["random"])

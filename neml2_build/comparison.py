@@ -1,7 +1,8 @@
 """A compiled graph against the exported program that it was made of: the same inputs, and how far the results are apart.
 
 The package is loaded by torch alone (``torch._inductor.aoti_load_package``), so this works without NEML2's runtime; the
-exported program runs eagerly. Both get the same seeded inputs, at the batch sizes asked for as far as the graph allows them.
+exported program runs eagerly, on the CPU, wherever the package runs. Both get the same seeded inputs, at the batch sizes asked
+for as far as the graph allows them.
 
 Inputs decide whether a comparison says anything. A linear solve of random numbers may be singular, so matrices that are
 solved with are the identity and a tenth of noise, blocks beside the diagonal a tenth of noise alone; whole numbers
@@ -26,8 +27,9 @@ import msgspec
 
 from neml2_build.stages import export, lower
 
-#: Sizes of the batch that are compared.
+#: Sizes of the batch that are compared; on a GPU the last ones too, which fill it.
 BATCHES = (1, 2, 7, 1000)
+LARGE = (100_000,)
 #: Worst difference that is taken for rounding, by dtype.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 SEED = 20240229
@@ -84,7 +86,9 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     inputs
         How the inputs were drawn.
     made_of
-        Digests of graph and package.
+        Digest of all that the comparison depends on.
+    compared
+        Digest of the package.
     """
 
     graph: str
@@ -100,6 +104,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     seconds: float = 0.0
     made_of: str = ""
+    compared: str = ""
 
 
 def job(request: Request) -> Difference:
@@ -118,10 +123,7 @@ def job(request: Request) -> Difference:
     if cuda and not torch.cuda.is_available():
         return Difference(graph=request.graph, device=request.device, ok=None, note="this machine has no usable CUDA device")
     program = lower.load(request.program)
-    if cuda:
-        from torch.export.passes import move_to_device_pass
-
-        program = move_to_device_pass(program, "cuda")
+    device = "cuda" if cuda else "cpu"
     eager = program.module()
     shapes = _shapes(program)
     flat, spec = _pytree.tree_flatten(program.example_inputs)
@@ -134,7 +136,7 @@ def job(request: Request) -> Difference:
             arguments, keywords = _pytree.tree_unflatten([value.clone() for value in values], spec)
             with torch.no_grad():
                 expected = _pytree.tree_leaves(eager(*arguments, **keywords))
-            arguments, keywords = _pytree.tree_unflatten([value.clone() for value in values], spec)
+            arguments, keywords = _pytree.tree_unflatten([value.clone().to(device) for value in values], spec)
             return expected, _pytree.tree_leaves(compiled(*arguments, **keywords))
 
         worst = _Worst(request.tolerance)

@@ -102,9 +102,13 @@ class _Loader(TaskLoader2):
 
 
 def execute(build: Build, runs: Sequence[TargetRun], *, keep_going: bool) -> None:
-    """Bring *runs* up to date. Failures are noted in `Build.failures`; the first one ends the rest unless *keep_going*."""
+    """Bring *runs* up to date. Failures are noted in `Build.failures`; the first one ends the rest unless *keep_going*.
+
+    A target for a GPU that nothing here can compile for fails before anything is captured.
+    """
     stale = [run for run in runs if not run.current()]
-    if not stale:
+    hopeless = [] if keep_going else [run for run in stale if run.hopeless()]
+    if not stale or hopeless:
         return
     without = frozenset({"cuda"}) if keep_going and cuda_device(build.memo) is None else frozenset()
     for run in stale:

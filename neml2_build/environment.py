@@ -482,6 +482,10 @@ def torch_cuda() -> str | None:
     return found[1] if found else None
 
 
+#: Variables that say where a CUDA toolkit is looked for.
+CUDA_PLACES = ("CUDA_HOME", "CUDA_PATH", "PATH")
+
+
 def cuda_toolkits(environ: Mapping[str, str]) -> list[Path]:
     """Folders that may hold a CUDA toolkit, best first: what the user names, PyPI's packages, the system's."""
     folders = [Path(environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]

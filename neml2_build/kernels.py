@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import textwrap
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,6 +132,8 @@ class Package:
         Vector instructions that the code was written for, and their width; 0 for none.
     about
         What the package says of itself: device, machine.
+    binaries
+        Machine code for GPUs that lies in the package by itself, as a machine with a GPU leaves it.
     """
 
     name: str
@@ -141,6 +144,7 @@ class Package:
     isa: str
     bits: int
     about: dict[str, str]
+    binaries: tuple[bytes, ...] = ()
 
     def counts(self) -> Counter[str]:
         """Operations of all kernels by name."""
@@ -172,6 +176,7 @@ def read(data: bytes, name: str, graph: Graph | None = None) -> Package:
                 for member in archive.namelist()
                 if member.endswith((".cpp", ".json", ".h")) and "/aotinductor/" in member
             }
+            binaries = tuple(archive.read(member) for member in archive.namelist() if member.endswith(".cubin"))
     except zipfile.BadZipFile:
         raise TaskError(f"{name} is not a package of AOTInductor", remedy="build again with --force") from None
     sources = {member: text for member, text in texts.items() if not member.endswith(".json")}
@@ -197,6 +202,7 @@ def read(data: bytes, name: str, graph: Graph | None = None) -> Package:
         isa=isa,
         bits=bits,
         about=about,
+        binaries=binaries,
     )
 
 
@@ -494,7 +500,8 @@ def _triton_kernels(wrapper: str) -> Iterator[Kernel]:
             launch = {"grid": ", ".join(_index(part) for part in grid)}
             if len(arguments) >= 5:
                 launch |= {"warps": arguments[3], "shared memory": f"{arguments[4]} bytes"}
-        code = source[source.find("@triton.jit") :] if "@triton.jit" in source else source
+        start = source.find("@triton.jit")
+        code = textwrap.dedent(source[source.rfind("\n", 0, start) + 1 :] if start >= 0 else source)
         statements = tuple(
             Statement(variable, text.strip(), *_classify_triton(text.strip()))
             for variable, text in re.findall(r"^\s+(tmp\d+) = (.*)$", code, re.MULTILINE)
@@ -510,6 +517,8 @@ def _triton_kernels(wrapper: str) -> Iterator[Kernel]:
 
 
 def _classify_triton(text: str) -> tuple[str, str]:
+    if text.startswith("(") and _closing(text, 0) == len(text):
+        text = text[1:-1].strip()
     if text.startswith("tl.load("):
         return "load", ""
     if re.fullmatch(r"tl\.full\(.*\)|-?[\d.e+-]+", text):

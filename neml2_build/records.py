@@ -79,7 +79,7 @@ class Entry(msgspec.Struct, array_like=True):
     request: str
     environment: str
     files: list[tuple[str, list[int]]]
-    variables: dict[str, str]
+    variables: dict[str, str | None]
 
 
 class Project(msgspec.Struct, array_like=True):

@@ -5,6 +5,7 @@ What is shown is the last build of a target, read from the store; nothing is bui
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from neml2_build import drawing, graphs, kernels
+from neml2_build import drawing, environment, graphs, kernels
 from neml2_build.cli import json_option, load_build, manifest_option, print_json, say
+from neml2_build.cross import binaries
 from neml2_build.errors import RequestError, TaskError
 from neml2_build.store import ObjectMissing
 
@@ -264,7 +266,7 @@ def kernel_command(name: str, manifest: str | None, as_json: bool, only: str | N
     note_if_stale(run)
     found = _lowered(run, only, device)
     if as_json:
-        print_json({"target": name, "graphs": [_kernel_json(*one) for one in found]})
+        print_json({"target": name, "graphs": [_kernel_json(run, *one) for one in found]})
         return 0
     for number, (where, built, package) in enumerate(found):
         if number:
@@ -272,6 +274,8 @@ def kernel_command(name: str, manifest: str | None, as_json: bool, only: str | N
         _heading(f"{package.name} ({where}): {built.graph.role}".rstrip(": "))
         for word in kernels.summarize(built.graph, package, where).words:
             click.echo(f"  {word}")
+        for kernel, used in _resources(run, built, package).items():
+            click.echo(f"  {kernel}: {_resource_words(used)}")
         for kernel in () if summary else package.kernels:
             click.echo()
             mark = "#" if kernel.language == "triton" else "//"
@@ -280,7 +284,47 @@ def kernel_command(name: str, manifest: str | None, as_json: bool, only: str | N
     return 0
 
 
-def _kernel_json(device: str, built: Built, package: kernels.Package) -> dict[str, Any]:
+def _resources(run: TargetRun, built: Built, package: kernels.Package) -> dict[str, dict[str, Any]]:
+    """By GPU kernel: ``usage`` (a list with ``arch``, ``registers``, ``spills`` and ``shared`` bytes), and, where this program
+    chose the configuration, ``config`` and how many ``candidates`` there were.
+
+    Read from the machine code in the package if it lies there by itself, else from what the record says of it.
+    """
+    if not any(kernel.language == "triton" for kernel in package.kernels):
+        return {}
+    lowered = run.build.records.read(run.target.name, "lower-cuda")
+    recorded = lowered.info.get("cuda", {}).get(built.graph.name, {}).get("kernels", ()) if lowered is not None else ()
+    found = {one["name"]: {name: one[name] for name in ("usage", "config", "candidates")} for one in recorded}
+    cuobjdump = environment.package_folder("triton")
+    if cuobjdump is None or not package.binaries:
+        return found
+    tool = str(cuobjdump / "backends" / "nvidia" / "bin" / "cuobjdump")
+    for code in package.binaries:
+        with contextlib.suppress(OSError, RuntimeError):  # no Triton for this machine, or code that its tool does not know
+            for kernel, uses in binaries.resources(tool, code).items():
+                usage = [
+                    dict(zip(("arch", "registers", "spills", "shared"), (arch, *use), strict=True))
+                    for arch, use in uses.items()
+                ]
+                found[kernel] = {**found.get(kernel, {}), "usage": usage}
+    return found
+
+
+def _resource_words(used: dict[str, Any]) -> str:
+    words = []
+    for use in used["usage"]:
+        spilled = f"{use['spills']} bytes spilled" if use["spills"] else "none spilled"
+        occupancy = f", occupancy {use['occupancy']:.0%}" if "occupancy" in use else ""
+        shared = f", {use['shared']} bytes shared" if use["shared"] else ""
+        words.append(f"{use['arch']}: {use['registers']} registers, {spilled}{shared}{occupancy}")
+    if used.get("config"):
+        of = f", of {used['candidates']} candidates" if used["candidates"] > 1 else ""
+        words.append(f"configuration {used['config']}{of}")
+    return "; ".join(words)
+
+
+def _kernel_json(run: TargetRun, device: str, built: Built, package: kernels.Package) -> dict[str, Any]:
+    resources = _resources(run, built, package)
     return {
         **kernels.summarize(built.graph, package, device).as_json(),
         "code": [
@@ -291,6 +335,7 @@ def _kernel_json(device: str, built: Built, package: kernels.Package) -> dict[st
                 "threads": kernel.threads,
                 "strided": kernel.strided,
                 "launch": kernel.launch,
+                **({"resources": resources[kernel.name]} if kernel.name in resources else {}),
                 "arguments": kernel.arguments,
                 "operations": dict(kernel.counts()),
                 "expressions": kernel.expressions(),

@@ -144,7 +144,7 @@ class TargetRun:
         if self.failed is not None or any(stage not in self.outcome for stage in self.stages):
             return None
         files: dict[str, list[int]] = {}
-        variables: dict[str, str] = {}
+        variables: dict[str, str | None] = {}
         for stage in self.stages:
             record = self.build.records.read(self.target.name, stage)
             if record is None:
@@ -158,6 +158,7 @@ class TargetRun:
                 files[state.path] = stat
             variables.update(record.info.get("environment", {}))
         if "cuda" in self.target.devices:
+            variables.update((name, self.build.environ.get(name)) for name in environments.CUDA_PLACES)
             for path in environments.cuda_files(self.build.environ):
                 stat = environments.signature(path)
                 if stat is None:
@@ -232,11 +233,29 @@ class TargetRun:
             ]
         return needed
 
+    def hopeless(self) -> bool:
+        """Whether graphs are to be lowered for CUDA and cannot be here. If so the target has failed, before anything ran."""
+        if "cuda" in self.target.devices:
+            try:
+                self._require_cuda()
+            except TaskError as error:
+                self._fail(error, "lower-cuda")
+                return True
+        return False
+
+    def _require_cuda(self) -> None:
+        """Raise `TaskError` unless the target's graphs can be lowered for CUDA here."""
+        try:
+            environments.require_cuda(self.build.memo, self.target.cuda_arch, self.build.environ)
+        except TaskError as error:
+            error.stage = "lower-cuda"
+            raise
+
     def _possible(self, device: str) -> bool:
         """Whether graphs can be lowered for *device* here: with ``-k``, packages do not wait for what cannot be made."""
         try:
             if device == "cuda":
-                environments.require_cuda(self.build.memo, self.target.cuda_arch, self.build.environ)
+                self._require_cuda()
         except TaskError:
             return False
         return True
@@ -713,7 +732,7 @@ class TargetRun:
         began = time.perf_counter()
         assert self.exported is not None
         if device == "cuda":
-            environments.require_cuda(self.build.memo, self.target.cuda_arch, self.build.environ)
+            self._require_cuda()
         record = self._record(stage)
         history = record.info.get("seconds", {}) if record is not None else {}
 

@@ -19,7 +19,7 @@ import msgspec
 
 from neml2_build import comparison
 from neml2_build.cli import json_option, load_build, manifest_option, names_argument, print_json, say
-from neml2_build.comparison import BATCHES, SEED, TOLERANCES, Difference
+from neml2_build.comparison import BATCHES, LARGE, SEED, TOLERANCES, Difference
 from neml2_build.digest import digest, digest_json
 from neml2_build.errors import BuildError, RequestError, TaskError
 from neml2_build.records import Record
@@ -38,7 +38,7 @@ def check_graphs(
     build: Build,
     run: TargetRun,
     *,
-    batches: Iterable[int] = BATCHES,
+    batches: Iterable[int] | None = None,
     tolerance: float | None = None,
     known: Iterable[Difference] = (),
 ) -> list[Difference]:
@@ -47,7 +47,7 @@ def check_graphs(
     Parameters
     ----------
     batches
-        Sizes of the batch; a graph of fixed shape has its own.
+        Sizes of the batch, by default `BATCHES` and for a GPU `LARGE`; a graph of fixed shape has its own.
     tolerance
         By default `TOLERANCES` of the target's dtype.
     known
@@ -60,14 +60,14 @@ def check_graphs(
     """
     target = run.target
     limit = tolerance if tolerance is not None else TOLERANCES.get(target.dtype, 1e-10)
-    sizes = tuple(sorted(set(batches)))
     agreed = {one.made_of: one for one in known if one.ok}
-    waiting: list[tuple[Difference | None, Any, str]] = []
+    waiting: list[tuple[Difference | None, Any, str, str]] = []
     for name, found, program, packages in _graphs(run):
         for device, package in packages.items():
+            sizes = _sizes(device, batches)
             made_of = _made_of(found, package, sizes, limit)
             if made_of in agreed:
-                waiting.append((agreed[made_of], None, made_of))
+                waiting.append((agreed[made_of], None, made_of, package))
                 continue
             request = comparison.Request(
                 graph=name,
@@ -80,12 +80,12 @@ def check_graphs(
                 isa=build.isa(),
                 march=target.march,
             )
-            waiting.append((None, build.compiler.run(comparison.job, request), made_of))
+            waiting.append((None, build.compiler.run(comparison.job, request), made_of, package))
     done = []
-    for difference_, future, made_of in waiting:
+    for difference_, future, made_of, package in waiting:
         if difference_ is None:
             try:
-                difference_ = msgspec.structs.replace(future.result().value, made_of=made_of)
+                difference_ = msgspec.structs.replace(future.result().value, made_of=made_of, compared=package)
             except WorkerFailed as error:
                 raise TaskError(
                     f"cannot compare: {error.kind}: {error}", target=target.name, stage="verify", log=error.log or None
@@ -101,8 +101,18 @@ def pending(run: TargetRun) -> list[str]:
     return [
         name
         for name, found, _, packages in _graphs(run)
-        if any(_made_of(found, package, BATCHES, limit) not in agreed for package in packages.values())
+        if any(_made_of(found, package, _sizes(one), limit) not in agreed for one, package in packages.items())
     ]
+
+
+def _sizes(device: str, asked: Iterable[int] | None = None) -> tuple[int, ...]:
+    """The batch sizes to compare on *device*."""
+    return tuple(sorted(set(asked if asked is not None else BATCHES + (LARGE if device == "cuda" else ()))))
+
+
+def ran(run: TargetRun, device: str) -> set[str]:
+    """Digests of the packages of *run* that `verify` has run on *device*."""
+    return {one.compared for one in recorded(run) if one.device == device and one.ok is not None}
 
 
 def _made_of(graph: str, package: str, sizes: Sequence[int], limit: float) -> str:
@@ -260,7 +270,9 @@ class _Sizes(click.ParamType):
 @names_argument
 @manifest_option
 @json_option
-@click.option("-b", "--batches", type=_Sizes(), default=BATCHES, metavar="N,N,...", help="Batch sizes [default: 1,2,7,1000].")
+@click.option(
+    "-b", "--batches", type=_Sizes(), metavar="N,N,...", help="Batch sizes [default: 1,2,7,1000; on a GPU 100000 too]."
+)
 @click.option("-t", "--tolerance", type=float, help="Worst difference allowed [default: 1e-10 for float64, 1e-4 for float32].")
 @click.option("--runtime", is_flag=True, help="Compare the whole model too, loaded by NEML2, with the eager one.")
 @click.option("--rebuild", "again", type=click.IntRange(min=1), metavar="N", help="Lower N graphs again and compare the bytes.")
@@ -269,7 +281,7 @@ def verify_command(
     names: tuple[str, ...],
     manifest: str | None,
     as_json: bool,
-    batches: tuple[int, ...],
+    batches: tuple[int, ...] | None,
     tolerance: float | None,
     runtime: bool,
     again: int | None,
@@ -309,11 +321,11 @@ def verify_command(
 
 
 def _verify(
-    build: Build, run: TargetRun, batches: tuple[int, ...], tolerance: float | None, runtime: bool, again: int | None
+    build: Build, run: TargetRun, batches: tuple[int, ...] | None, tolerance: float | None, runtime: bool, again: int | None
 ) -> dict[str, Any]:
     found = check_graphs(build, run, batches=batches, tolerance=tolerance)
     if runtime:
-        found.append(_whole(build, run, batches, tolerance))
+        found.append(_whole(build, run, batches or BATCHES, tolerance))
     keep(run, found)
     rebuilt = rebuild(build, run, again) if again else []
     return {

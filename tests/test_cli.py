@@ -155,6 +155,17 @@ class TestFailures:
             "eq_aoti.i",
         ]
 
+    def test_cuda_on_a_machine_without_one_fails_before_anything_is_done(self, project: Project, cli: Any) -> None:
+        if os.path.exists("/proc/driver/nvidia/version"):
+            pytest.skip("this machine has a driver")
+        project.toml('devices = ["cpu", "cuda"]\n[[model]]\ninput = "a.i"\nmodel = "eq"\n')
+        done = cli("build", "--json")
+        assert done.code == 1
+        assert [failure["stage"] for failure in done.json["failures"]] == ["lower-cuda"]
+        assert done.json["torch_imported"] is False
+        assert not project.aoti.exists()
+        assert not list(project.cache.rglob("export.json"))
+
     def test_a_missing_compiler(self, project: Project) -> None:
         """Asked for only when something is to be compiled, and before anything is."""
         project.toml()

@@ -276,6 +276,13 @@ class TestLowered:
             assert [use["arch"] for use in kernel["usage"]] == ["sm_80", "sm_90"]
             assert all(0 < use["registers"] <= 255 and 0 < use["occupancy"] <= 1 for use in kernel["usage"])
 
+    def test_machine_code_says_itself_what_the_record_says(self, lowered: dict[str, Any]) -> None:
+        said = {name: uses for one in lowered["resources"] for name, uses in one.items()}
+        assert said == {
+            kernel["name"]: {use["arch"]: (use["registers"], use["spills"], 0) for use in kernel["usage"]}
+            for kernel in lowered["info"]["kernels"]
+        }
+
     def test_host_code_is_of_the_level(self, lowered: dict[str, Any]) -> None:
         from neml2_build import fit
 
@@ -388,6 +395,7 @@ def _lower(folder: Path) -> dict[str, Any]:
         "info": made[0].info,
         "again": made[0].pt2 == made[1].pt2,
         "fat": [check.architectures(fat, tools.cuobjdump) for fat in check.fat_binaries(data)],
+        "resources": [binaries.resources(tools.cuobjdump, fat) for fat in check.fat_binaries(data)],
         "loaded": check.kernels(package),
         "unresolved": check.unresolved(data, stub),
         "constants": constants,

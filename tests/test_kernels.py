@@ -207,4 +207,4 @@ def test_triton_kernels_with_their_launch_settings() -> None:
     assert one.counts() == {"add": 1, "exp": 1}
     assert one.launch["warps"] == "4"
     assert one.launch["shared memory"] == "0 bytes"
-    assert one.code.startswith("@triton.jit")
+    assert one.code.startswith("@triton.jit\ndef ")

@@ -9,12 +9,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import Project
 from samples import node, program
 
 from neml2_build import comparison, verify
 from neml2_build.build import Build
+from neml2_build.cli import _warnings_of
 from neml2_build.comparison import Difference
 from neml2_build.engine import execute
 from neml2_build.errors import TaskError
@@ -92,6 +94,39 @@ def test_the_result_is_kept(cli: Any, answers: Answers, project: Project) -> Non
     build = project.start()
     found = verify.recorded(build.runs["eq"])
     assert [(one.graph, one.ok) for one in found] == [("eq_one.pt2", True), ("eq_two.pt2", True)]
+
+
+def test_what_ran_on_a_gpu_is_no_longer_called_unrun(cli: Any, answers: Answers, project: Project) -> None:
+    cli("build", "-q")
+    build = project.start()
+    run = build.runs["eq"]
+    record = build.records.read("eq", "lower-cpu")
+    assert record is not None
+    made = {"unrun": "not yet run on a GPU", "cards": ["sm_80 (A100)"]}
+    cuda = {name: made for name, _, _ in record.info["graphs"]}
+    build.records.write("eq", msgspec.structs.replace(record, stage="lower-cuda", info={**record.info, "cuda": cuda}))
+
+    def warnings(*ran: tuple[str, bool | None]) -> list[str]:
+        packages = {name: found for name, _, found in record.info["graphs"]}
+        verify.keep(run, [Difference(graph=name, device="cuda", ok=ok, compared=packages[name]) for name, ok in ran])
+        return _warnings_of(run)
+
+    limits = "not yet run on a GPU; made for the limits of sm_80 (A100)"
+    assert warnings() == [f"cuda: {limits}"]
+    assert warnings(("eq_one.pt2", True), ("eq_two.pt2", None)) == [f"cuda: 1 of 2 graphs {limits}"]
+    assert warnings(("eq_one.pt2", True), ("eq_two.pt2", True)) == []
+    (wrong,) = warnings(("eq_one.pt2", True), ("eq_two.pt2", False))
+    assert "differs from the captured graph: eq_two.pt2" in wrong
+
+
+def test_the_package_that_was_compared_is_kept(cli: Any, answers: Answers, project: Project) -> None:
+    cli("build", "-q")
+    cli("verify")
+    run = project.start().runs["eq"]
+    record = run.build.records.read("eq", "lower-cpu")
+    assert record is not None
+    assert verify.ran(run, "cpu") == {found for _, _, found in record.info["graphs"]}
+    assert verify.ran(run, "cuda") == set()
 
 
 def test_infinity_is_kept_and_told(cli: Any, answers: Answers, project: Project) -> None:

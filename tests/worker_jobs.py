@@ -60,7 +60,9 @@ def die(how: str) -> None:
         os._exit(7)
     if how == "abort":  # as the C++ runtime does for an exception of torch that nothing caught
         print("terminate called after throwing an instance of 'c10::Error'\n  what():  Invalid pool", file=sys.stderr)
-        print("Exception raised from here:\nframe #0: one\nframe #1: <unknown function> + 0x1098ec", file=sys.stderr, flush=True)
+        print(
+            "Exception raised from here:\nframe #0: one\nframe #1: <unknown function> + 0x1098ec", file=sys.stderr, flush=True
+        )
         os.abort()
     raise SystemExit(3)
 

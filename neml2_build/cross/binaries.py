@@ -23,6 +23,7 @@ ENOUGH = 0.5
 SPILLS = 64
 
 _USAGE = re.compile(r"REG:(\d+)\s+STACK:(\d+)\s+SHARED:(\d+)\s+LOCAL:(\d+)")
+_NAMED = re.compile(r"arch = (sm_\w+)|Function (\w+):\s*" + _USAGE.pattern)
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +98,23 @@ def usage(cuobjdump: str, cubin: bytes) -> tuple[int, int]:
     if found is None:
         raise RuntimeError("cuobjdump does not say what the kernel uses")
     return int(found[1]), max(int(found[2]), int(found[4]))
+
+
+def resources(cuobjdump: str, code: bytes) -> dict[str, dict[str, tuple[int, int, int]]]:
+    """Of each kernel in *code*, a cubin or a fat binary: registers, spilled bytes, shared bytes by architecture."""
+    found: dict[str, dict[str, tuple[int, int, int]]] = {}
+    with tempfile.TemporaryDirectory(prefix="neml2-build-") as folder:
+        file = Path(folder) / "k.cubin"
+        file.write_bytes(code)
+        said = run([cuobjdump, "-res-usage", str(file)])
+    arch = ""
+    for match in _NAMED.finditer(said):
+        if match[1]:
+            arch = match[1]
+        else:
+            registers, stack, shared, local = map(int, match.groups()[2:])
+            found.setdefault(match[2], {})[arch] = (registers, max(stack, local), shared)
+    return found
 
 
 def assembled(tools: Tools, ptx: str, base: str, cubin: bytes, archs: Sequence[str]) -> dict[str, bytes]:
