@@ -16,7 +16,8 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +117,50 @@ class Records:
         self.folder = store_root / "targets" / f"{output.name}-{digest(str(output))[:12]}"
         self.root = root
         self._prefix = str(root) + os.sep
+        self._known: dict[str, tuple[list[int], Record | None]] = {}
+        self._pending: dict[tuple[str, str], Record] | None = None
 
     def read(self, target: str, stage: str) -> Record | None:
-        """The record of *stage* of *target*; None where there is none that this version can read."""
+        """The record of *stage* of *target*; None where there is none that this version can read.
+
+        Read once, as long as the file stays the same: a record is never changed in place.
+        """
+        if self._pending is not None and (record := self._pending.get((target, stage))) is not None:
+            return record
+        path = f"{self.folder}{os.sep}{target}{os.sep}{stage}.json"
+        stat = signature(path)
+        if stat is None:
+            return None
+        known = self._known.get(path)
+        if known is not None and known[0] == stat:
+            return known[1]
         try:
-            record = msgspec.json.decode((self.folder / target / f"{stage}.json").read_bytes(), type=Record)
+            record = msgspec.json.decode(Path(path).read_bytes(), type=Record)
         except (OSError, msgspec.MsgspecError):
             return None
-        return record if record.version == VERSION else None
+        found = record if record.version == VERSION else None
+        self._known[path] = stat, found
+        return found
 
     def write(self, target: str, record: Record) -> None:
         """Replace the record of a stage. A store that cannot be written to loses it: the next build looks at contents."""
+        if self._pending is not None:
+            self._pending[target, record.stage] = record
+            return
         with contextlib.suppress(OSError):
             replace(self.folder / target / f"{record.stage}.json", msgspec.json.format(msgspec.json.encode(record)))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Write what is written meanwhile at the end, many at a time: replacing a file may wait for the disk."""
+        self._pending = {}
+        try:
+            yield
+        finally:
+            pending, self._pending = self._pending, None
+            if pending:
+                with ThreadPoolExecutor(min(len(pending), 8)) as pool:
+                    list(pool.map(lambda item: self.write(item[0][0], item[1]), pending.items()))
 
     def forget(self, target: str, stages: Iterable[str]) -> None:
         """Remove the records of *stages* of *target*."""
@@ -176,6 +208,8 @@ class Records:
         """
         stat = signature(path)
         if expected is not None:
+            if settled(stat) is None:  # no need to read what could not be believed anyway
+                return FileState(self.relative(path), expected, None)
             try:
                 same = digest_file(path) == expected
             except OSError:

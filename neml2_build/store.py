@@ -44,6 +44,7 @@ import msgspec
 import xxhash
 
 from .digest import canonical_json, digest, digest_file
+from .durable import flush
 from .errors import TaskError
 
 if TYPE_CHECKING:
@@ -324,6 +325,7 @@ class Store:
         self._marked: set[str] = set()
         self._session: _Session | None = None
         self._overlay: tempfile.TemporaryDirectory | None = None
+        self._pending: dict[tuple[str, str], Path] | None = None
         if readonly:
             self._fall_back()
 
@@ -353,6 +355,8 @@ class Store:
             self.events.append(Event(kind, subject, detail))
 
     def _find_file(self, kind: str, name: str) -> Path | None:
+        if self._pending is not None and (part := self._pending.get((kind, name))) is not None:
+            return part
         for layer in self._layers:
             path = _place(layer, kind, name)
             with contextlib.suppress(OSError):
@@ -416,6 +420,9 @@ class Store:
                         _write_all(stream.fileno(), block)
                     os.fchmod(stream.fileno(), mode)
                     _step("written")
+                    if self._pending is not None:
+                        self._pending[kind, name] = part
+                        return
                     os.fsync(stream.fileno())
                 final.parent.mkdir(parents=True, exist_ok=True)
                 _step("synced")
@@ -432,6 +439,30 @@ class Store:
 
         self._writing(work)
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Let what is written meanwhile wait for the disk together, at the end; until then only this instance sees it.
+
+        For one thread, and for much that is small. Raises `TaskError` at the end where it cannot be written.
+        """
+        self._pending = {}
+        try:
+            yield
+        finally:
+            pending, self._pending = self._pending, None
+            parts = {key: part for key, part in pending.items() if part.exists()}
+
+            def work() -> None:
+                flush([part for part in parts.values() if part.exists()])
+                for kind, name in sorted(parts, key=lambda key: ("objects", "actions").index(key[0])):
+                    final = _place(self._top, kind, name)
+                    final.parent.mkdir(parents=True, exist_ok=True)
+                    if (part := parts[kind, name]).exists():
+                        part.replace(final)
+
+            if parts:
+                self._writing(work)
+
     def put(self, data: bytes) -> tuple[str, int]:
         """Store *data*: its digest and its size. Stored once, however often it is put.
 
@@ -441,10 +472,10 @@ class Store:
             The disk is full; nothing is half-written.
         """
         name = digest(data)
-        self.used(name)
+        self.used(name, action=False)
         if not self._intact(name, len(data)):
             self._write("objects", name, (data,), 0o444)
-            self.used(name)
+            self.used(name, action=False)
         return name, len(data)
 
     def put_file(self, path: Path | str) -> tuple[str, int]:
@@ -509,7 +540,7 @@ class Store:
         ObjectMissing
             It is not here, or it was broken: then it was removed, and :attr:`events` says so.
         """
-        self.used(name)
+        self.used(name, action=False)
         path = self._find_file("objects", _checked(name))
         if path is None:
             raise ObjectMissing(name)
@@ -525,10 +556,15 @@ class Store:
             raise ObjectMissing(name)
         return data
 
-    def materialize(self, name: str, destination: Path | str, mode: int = 0o644) -> None:
+    def materialize(self, name: str, destination: Path | str, mode: int = 0o644, *, durable: bool = True) -> None:
         """Put a checked copy of the object *name* at *destination*, in one step; what was there before is replaced.
 
         A copy on file systems that cannot share blocks, a clone where they can; never a link.
+
+        Parameters
+        ----------
+        durable
+            Whether it is on the disk when this returns; if not, that is the caller's to see to.
 
         Raises
         ------
@@ -537,7 +573,7 @@ class Store:
         TaskError
             The disk is full; what was there before still is.
         """
-        self.used(name)
+        self.used(name, action=False)
         source = self._find_file("objects", _checked(name))
         if source is None:
             raise ObjectMissing(name)
@@ -546,7 +582,7 @@ class Store:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                found = _copy(source, part, mode)
+                found = _copy(source, part, mode, durable=durable)
             except FileNotFoundError:
                 raise ObjectMissing(name) from None
             if found != name:
@@ -635,7 +671,7 @@ class Store:
             self._discard("actions", key, "record-broken", str(error))
             return None, "record-broken"
         for output in action.outputs:
-            self.used(output.digest)
+            self.used(output.digest, action=False)
             if (reason := self._missing(output)) is not None:
                 return None, reason
         return action, ""
@@ -655,8 +691,14 @@ class Store:
             return "object-broken"
         return None
 
-    def used(self, name: str) -> None:
-        """Mark the object or action *name* as used now: :meth:`gc` leaves it alone while this process lives."""
+    def used(self, name: str, *, action: bool = True) -> None:
+        """Mark the object or action *name* as used now: :meth:`gc` leaves it alone while this process lives.
+
+        Parameters
+        ----------
+        action
+            Whether it may be an action, whose file says when it was used last.
+        """
         with self._mutex:
             if self.readonly or (name in self._marked and self._session and self._session.pid == os.getpid()):
                 return
@@ -667,7 +709,8 @@ class Store:
             except OSError:
                 return
             self._marked.add(name)
-        _renew(_place(self.root, "actions", name), DAY)
+        if action:
+            _renew(_place(self.root, "actions", name), DAY)
 
     # ---------------------------------------------------------------- one at a time
 
@@ -992,7 +1035,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _copy(source: Path, part: Path, mode: int) -> str:
+def _copy(source: Path, part: Path, mode: int, *, durable: bool) -> str:
     """Copy *source* to the new file *part*: the digest of what was copied."""
     hasher = xxhash.xxh3_128()
     with source.open("rb", buffering=0) as reader, part.open("xb+", buffering=0) as writer:
@@ -1007,7 +1050,8 @@ def _copy(source: Path, part: Path, mode: int) -> str:
             hasher.update(block)
             if not cloned:
                 _write_all(writer.fileno(), block)
-        os.fsync(writer.fileno())
+        if durable:
+            os.fsync(writer.fileno())
     return hasher.hexdigest()
 
 

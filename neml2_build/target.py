@@ -151,7 +151,7 @@ class TargetRun:
                 return None
             for state in (*record.inputs, *record.outputs):
                 stat = state.signature
-                if stat is None:
+                if stat is None or stat != environments.signature(self.build.records.absolute(state.path)):
                     stat = self.build.records.state(self.build.records.absolute(state.path), state.digest).signature
                 if stat is None:
                     return None
@@ -177,6 +177,8 @@ class TargetRun:
             reasons = self._prepare(stage) or question(stage)
         except BuildError as error:
             reasons = (Reason("input-changed", error.message),)
+        if not reasons and stage in self.outcome:
+            return ()  # done by this build, which is to be told, not that it need not be done again
         if not reasons:
             self.outcome[stage] = "up-to-date"
         self.reasons[stage] = reasons
@@ -362,10 +364,12 @@ class TargetRun:
         also = _blocks(previous.info.get("also", ())) if previous is not None else ()
         return self._parse(also, previous)
 
-    def _parse(self, also: Iterable[tuple[str, str]], previous: Record | None) -> str:
+    def _parse(self, also: Iterable[tuple[str, str]], previous: Record | None, *, alone: bool = False) -> str:
         began = time.perf_counter()
         also = sorted(set(also))
         parsed = parsing.parse(self.target, also=frozenset(also), environ=self.build.environ, read=self.build.document)
+        if alone and self.target.stub and parsed.stub is None:
+            raise TaskError("the stub is written by a worker")
         self.parsed = parsed
         store = self.build.store
         key, made_of = self._parse_key(parsed, also)
@@ -889,7 +893,7 @@ class TargetRun:
 
         def materialize(found: str, path: Path) -> None:
             try:
-                self.build.store.materialize(found, path)
+                self.build.store.materialize(found, path, durable=False)
             except ObjectMissing:
                 name = path.relative_to(_tree_of(path)).as_posix()
                 if not self._republish(found, name, path):
@@ -904,16 +908,19 @@ class TargetRun:
                 self._make_again(str(lost))
         else:
             raise TaskError("the store keeps losing what is stored", file=self.build.cache, remedy="check the disk")
+        return self._record_package(expected, began)
+
+    def _record_package(self, expected: dict[str, str], began: float) -> str:
         outcome = "built" if self._fresh() else "restored"
         outputs = [self.build.records.state(self.folder / name, found) for name, found in expected.items()]
         self.build.records.write(
             self.target.name,
             Record(
-                stage=stage,
+                stage="package",
                 key=digest_json(expected),
                 made_of=dict(expected),
                 outputs=outputs,
-                reasons=list(self.reasons.get(stage, ())),
+                reasons=list(self.reasons.get("package", ())),
                 outcome=outcome,
                 seconds=round(time.perf_counter() - began, 4),
                 time=time.time(),
@@ -972,22 +979,91 @@ class TargetRun:
             data = self.build.store.read(self.stub_digest)
         self.build.output.mkdir(parents=True, exist_ok=True)
         package.write_file(self.stub, data)
+        return self._record_stub(previous, began)
+
+    def _record_stub(self, previous: Record | None, began: float) -> str:
+        assert self.stub_digest is not None
         same = previous is not None and previous.key == self.stub_digest
         outcome = "restored" if same or self.outcome.get("parse") != "built" else "built"
         self.build.records.write(
             self.target.name,
             Record(
-                stage=stage,
+                stage="stub",
                 key=self.stub_digest,
                 made_of={"text": self.stub_digest},
                 outputs=[self.build.records.state(self.stub, self.stub_digest)],
-                reasons=list(self.reasons.get(stage, ())),
+                reasons=list(self.reasons.get("stub", ())),
                 outcome=outcome,
                 seconds=round(time.perf_counter() - began, 4),
                 time=time.time(),
             ),
         )
         return outcome
+
+    # -- what needs no task -------------------------------------------------------------------------------------------
+
+    def published_before(self) -> bool:
+        """Whether a build finished this target, and this one does not begin anew."""
+        return not self.build.force and not self.current() and self._record("package") is not None
+
+    def read_again(self) -> None:
+        """Parse, if that is to be done and needs no worker. Raises `BuildError`: nothing happened then."""
+        if not (reasons := self.check("parse")):
+            return
+        began = time.perf_counter()
+        previous = self._record("parse")
+        also = _blocks(previous.info.get("also", ())) if previous is not None else ()
+        outcome = self._parse(also, previous, alone=True)
+        self._tell_stage("parse", reasons, outcome, time.perf_counter() - began)
+
+    def ready(self) -> bool:
+        """Whether everything is made and in the store, and only to be published."""
+        if self.build.force or self.target.verify or self.current():
+            return False
+        if any(self.check(stage) for stage in self.stages if stage not in ("package", "stub")):
+            return False
+        asked = [self.check(stage) for stage in self.stages if stage in ("package", "stub")]  # both: `lay_out` needs to know
+        return any(asked)
+
+    def lay_out(self, scratch: Path) -> list[Path]:
+        """Write what is to be published to the new folder *scratch*; what must be flushed before `put_in_place`.
+
+        Raises ``OSError``, `TaskError` or `ObjectMissing`; nothing is published then, and `do` knows what helps.
+        """
+        scratch.mkdir()
+        store, paths = self.build.store, []
+        if self.reasons.get("package"):
+            expected = self._expected_files()
+            paths = package.lay_out(
+                expected, scratch / "tree", lambda found, path: store.materialize(found, path, durable=False)
+            )
+        if self.reasons.get("stub"):
+            assert self.stub_digest is not None
+            stub = scratch / "file"
+            stub.write_bytes(store.read(self.stub_digest))
+            paths.append(stub)
+        return paths
+
+    def put_in_place(self, scratch: Path) -> None:
+        """Publish what `lay_out` wrote. Raises ``OSError``."""
+        for stage in ("package", "stub"):
+            if not (reasons := self.reasons.get(stage)):
+                continue
+            began = time.perf_counter()
+            if stage == "package":
+                package.swap(scratch / "tree", self.folder, scratch / "old")
+                outcome = self._record_package(self._expected_files(), began)
+            else:
+                os.replace(scratch / "file", self.stub)
+                outcome = self._record_stub(self._record(stage), began)
+            self._tell_stage(stage, reasons, outcome, time.perf_counter() - began)
+
+    def _tell_stage(self, stage: str, reasons: Sequence[Reason], outcome: str, seconds: float) -> None:
+        self._current = False
+        self.outcome[stage] = outcome
+        tell, target = self.build.journal.tell, self.target.name
+        tell("stage-start", target=target, stage=stage, info={"reasons": [str(reason) for reason in reasons]})
+        tell("stage-end", target=target, stage=stage, outcome=outcome, seconds=seconds)
 
     # -- asking only --------------------------------------------------------------------------------------------------
 

@@ -382,6 +382,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
             said = {True: "agrees", False: f"DIFFERS: beyond {one['tolerance']:g}", None: f"not compared: {one['note']}"}[
                 one["ok"]
             ]
+            if one["ok"] is not None and one["note"]:
+                said += f" ({one['note']})"
             if one["ok"] and one["finite"] < 1:
                 said += f" ({one['finite']:.0%} of the results are finite)"
             compared = one["ok"] is not None

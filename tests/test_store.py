@@ -576,7 +576,7 @@ class TestFullDisk:
         target.parent.mkdir()
         target.write_bytes(b"old")
 
-        def full(*_: object) -> str:
+        def full(*_: object, **__: object) -> str:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(module, "_copy", full)

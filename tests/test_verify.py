@@ -280,6 +280,51 @@ def test_square_inputs_of_a_solve_are_near_the_identity(project: Project) -> Non
 
 
 @pytest.mark.real
+def test_inputs_are_ones_at_which_the_graph_is_well_conditioned() -> None:
+    """A difference of large numbers loses every digit between 0.1 and 1, and none near zero, where one is added."""
+    import torch
+
+    class Cancels(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            large = (1e6 * x) ** 6
+            return (large + 1.0 + x) - large
+
+    class Is(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 3.0
+
+    def chosen(model: torch.nn.Module, size: int = 1000) -> tuple[str, float]:
+        sample = torch.zeros(2, dtype=torch.float64)
+        request = comparison.Request(
+            graph="g.pt2",
+            device="cpu",
+            program=b"",
+            package=b"",
+            hints=(),
+            batches=(size,),
+            tolerance=1e-10,
+            isa=None,
+            march="native",
+        )
+        shape = comparison._Shape([size])
+        (_, spec) = torch.utils._pytree.tree_flatten(((sample,), {}))
+        return comparison._best_kind(request, [sample], [shape], [size], model, spec)
+
+    kind, moved = chosen(Is())
+    assert kind == "between 0.1 and 1" and 0 < moved < 1e-15
+    kind, moved = chosen(Cancels())
+    assert kind != "between 0.1 and 1" and moved <= 1e-11
+
+
+def test_neighbours_are_the_next_numbers() -> None:
+    import torch
+
+    values = [torch.full((1000,), 0.5, dtype=torch.float64), torch.arange(3)]
+    moved, whole = comparison._neighbours(values)
+    assert set(moved.tolist()) == {math.nextafter(0.5, 0), math.nextafter(0.5, 1)}
+    assert whole is values[1]
+
+
 def test_differences_of_tensors() -> None:
     import torch
 

@@ -5,6 +5,8 @@ reader sees the old tree or the new one, and a kill at any moment leaves one of 
 would leave behind are gone with the old tree. Where the file system cannot exchange (NFS), the old tree is moved
 aside and the new one moved in; a kill between the two is mended by the next build, which finds the target missing.
 
+A tree is on the disk before it takes its place.
+
 NEML2 writes ``metadata.json`` with mode 0600, which nobody else can load; here everything is readable as the umask allows.
 """
 
@@ -19,6 +21,8 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from neml2_build.durable import flush, sync
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -58,15 +62,21 @@ def publish(files: dict[str, str], folder: Path, materialize: Callable[[str, Pat
         Writes the object of a digest to a path, verified.
     """
     with staging(folder.parent) as scratch:
-        fresh = scratch / "tree"
-        for name, found in files.items():
-            path = fresh / name
+        flush(lay_out(files, scratch / "tree", materialize))
+        swap(scratch / "tree", folder, scratch / "old")
+
+
+def lay_out(files: dict[str, str], tree: Path, materialize: Callable[[str, Path], None]) -> list[Path]:
+    """Make the folder *tree* of *files*; what is to be flushed before it is published."""
+    folders = {tree}
+    tree.mkdir()
+    for name, found in files.items():
+        path = tree / name
+        if path.parent not in folders:
             path.parent.mkdir(parents=True, exist_ok=True)
-            materialize(found, path)
-        for path in [fresh, *(p for p in fresh.rglob("*") if p.is_dir())]:
-            sync(path)
-        swap(fresh, folder, scratch / "old")
-        sync(folder.parent)
+            folders |= {path.parent, path.parent.parent}
+        materialize(found, path)
+    return [*(tree / name for name in files), *folders]
 
 
 @contextlib.contextmanager
@@ -143,23 +153,10 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(other))
 
 
-def sync(folder: Path) -> None:
-    """Make the names in *folder* durable."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def write_file(path: Path, data: bytes) -> None:
     """Write *data* to *path* atomically, readable as the umask allows."""
     with staging(path.parent) as scratch:
         fresh = scratch / "file"
-        with fresh.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        fresh.write_bytes(data)
+        sync(fresh)
         os.replace(fresh, path)
-        sync(path.parent)
