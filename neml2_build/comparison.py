@@ -7,10 +7,10 @@ for as far as the graph allows them.
 Inputs decide whether a comparison says anything. A linear solve of random numbers may be singular, so matrices that are
 solved with are the identity and a tenth of noise, blocks beside the diagonal a tenth of noise alone; whole numbers
 (pivots) count up from one. All else is drawn between 0.1 and 1, then around zero, then around the sample that the graph was
-captured with: the first kind is taken of which at least half of the results are finite, and at which the captured graph
-itself, run twice, stays within a tenth of the tolerance when every input is moved to a neighbouring number. (A power law of
-crystal plasticity gives 1e31 between 0.1 and 1, of which not one digit survives that.) The kind that was taken is told. Where
-both results are no number, or the same infinity, they agree.
+captured with, then each input at a scale of its own. The first kind is taken of which at least half of the results are
+finite, and at which the captured graph itself stays within a tenth of the tolerance when every input is moved to a
+neighbouring number. (A power law of crystal plasticity gives 1e31 between 0.1 and 1, of which not one digit survives that.)
+The kind that was taken is told. Where both results are no number, or the same infinity, they agree.
 
 A graph agrees if, in each output, the worst difference is within the tolerance: absolute, or relative to the largest
 number of that output. Code that was optimized adds in another order, so equal bits are not asked for.
@@ -19,6 +19,7 @@ number of that output. Code that was optimized adds in another order, so equal b
 from __future__ import annotations
 
 import math
+import random
 import tempfile
 import time
 from collections.abc import Sequence
@@ -245,7 +246,11 @@ def _within(program: Any, symbol: Any, size: int) -> bool:
 
 
 _KINDS = ("between 0.1 and 1", "within 0.01 of zero", "within 0.0001 of zero", "near the sample")
-#: Largest batch that inputs are chosen at: the choice runs the graph up to eight times.
+#: Kinds after these: between 0.1 and 1 times a power of ten for each input, as a strain and a strength have. So many are tried.
+_SCALED = "of another scale in each input"
+_SCALES = (1e2, 1.0, 1e-2, 1e-4)
+_TRIALS = 16
+#: Largest batch that inputs are chosen at: the choice runs the graph twice a kind.
 _CHOSEN_AT = 1000
 
 
@@ -266,7 +271,7 @@ def _best_kind(
 
     size = max([one for one in batches if one <= _CHOSEN_AT] or [min(batches)])
     best, moved_best, most = _KINDS[0], math.inf, -1.0
-    for kind in _KINDS:
+    for kind in (*_KINDS, *(f"{_SCALED} ({trial})" for trial in range(_TRIALS))):
         values = _draw(kind, request, flat, shapes, size)
         try:
             made = results(values)
@@ -322,6 +327,8 @@ def _draw(kind: str, request: Request, flat: list[Any], shapes: list[_Shape], ba
             value = 0.02 * (noise - 0.5)
         elif kind == _KINDS[2]:
             value = 0.0002 * (noise - 0.5)
+        elif kind.startswith(_SCALED):
+            value = (0.1 + 0.9 * noise) * random.Random(f"{request.seed} {kind} {number}").choice(_SCALES)
         else:
             middle = float(sample.to(torch.float64).mean()) if sample.numel() else 0.0
             value = middle + (noise - 0.5) * max(abs(middle), 1e-3) * 0.1
