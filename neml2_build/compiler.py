@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from neml2_build import hit
 from neml2_build.digest import canonical_json, digest
+from neml2_build.environment import available_memory
 from neml2_build.errors import TaskError
 from neml2_build.forkserver import Usage
 from neml2_build.identity import REAL
@@ -59,13 +60,14 @@ class RealCompiler:
     name = REAL
 
     def __init__(self, jobs: int, environment: Mapping[str, str], logs: Path, *, few: bool = False) -> None:
-        self._executor = ForkExecutor(jobs, environment, logs, few=few)
+        self._executor = ForkExecutor(jobs, environment, logs, few=few, memory=available_memory())
 
     def export(self, request: export.Request, *, priority: float, cwd: str) -> Future:
-        return self._executor.call(export.job, request, priority=priority, cwd=cwd)
+        return self._executor.call(export.job, request, priority=priority, cwd=cwd, memory=request.memory)
 
     def lower(self, request: lower.Request, *, priority: float, near: Near | None) -> Future:
-        return self._executor.call(lower.job, request, priority=priority, near=near)
+        memory = lower.memory_of(request.operations)
+        return self._executor.call(lower.job, request, priority=priority, near=near, memory=memory)
 
     def run(self, function: Any, *arguments: Any) -> Future:
         return self._executor.call(function, *arguments, priority=1e9)  # many jobs may wait for this answer

@@ -11,6 +11,7 @@ what only says where things are (``PATH``, ``HOME``) is handed on and not hashed
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -230,6 +231,22 @@ def cores() -> int:
     """How many cores this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def available_memory() -> int | None:
+    """Bytes that new processes may take: what the system says, within the limit of this process's cgroup; None if unknown."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        line = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        folder = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
+        for place in (folder, *folder.parents):
+            if (place / "memory.max").exists() and (limit := (place / "memory.max").read_text().strip()) != "max":
+                found.append(max(int(limit) - int((place / "memory.current").read_text()), 0))
+    return min(found, default=None)
 
 
 def libc_version() -> str:

@@ -602,6 +602,11 @@ class TargetRun:
             options=self._options(),
             load=tuple(map(str, self.target.load)),
             keep=True,
+            **(
+                {"memory": record.info["peak_bytes"]}
+                if (record := self._record("export")) and record.info.get("peak_bytes")
+                else {}
+            ),
         )
         # What the key says of each declared file, and the stat that goes with it: an edit before the job reads the file would
         # otherwise be stored under the contents of before, even where it is taken back in time.
@@ -655,6 +660,12 @@ class TargetRun:
                 self._near.close()
             self._near = done.near
         return action, []
+
+    def _memory(self) -> dict[str, int]:
+        """Bytes that the export took last time."""
+        record = self._record("export")
+        peak = record.info.get("peak_bytes") if record is not None else None
+        return {"memory": peak} if peak else {}
 
     def _expected(self, stage: str) -> float:
         """Seconds that *stage* took last time."""
@@ -829,6 +840,7 @@ class TargetRun:
             work=str(work),
             stock=build.stock,
             untested=build.untested,
+            operations=graph.operations,
         )
 
     def _program(self, graph: GraphRef) -> bytes:

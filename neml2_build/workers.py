@@ -2,7 +2,8 @@
 
 `ForkExecutor` is a `concurrent.futures.Executor`, and jobs are module-level functions of picklable arguments (bytes in, bytes
 out), so another engine behind that interface can run the same jobs on other machines. What it adds is an order (longest
-first), a bound on memory, and `near`: a call made in a process that already holds what the job needs.
+first), a bound on memory (a job that would not fit beside those that run waits for them, and the later ones with it, so that
+it gets its turn), and `near`: a call made in a process that already holds what the job needs.
 
 The server is started at the first job, so a build that restores everything never imports torch.
 """
@@ -83,14 +84,20 @@ class ForkExecutor(Executor):
         Existing folder for logs.
     few
         Whether few jobs will come, so that filling tables for them beforehand would take longer than it saves.
+    memory
+        Bytes that jobs may take together, as far as their needs are known; None for no bound. One job alone always runs.
     """
 
-    def __init__(self, jobs: int, environment: Mapping[str, str], folder: Path, *, few: bool = False) -> None:
+    def __init__(
+        self, jobs: int, environment: Mapping[str, str], folder: Path, *, few: bool = False, memory: int | None = None
+    ) -> None:
         self.jobs = jobs
+        self._memory = memory
+        self._taken: list[int] = []
         self._few = few
         self._environment = dict(environment)
         self._folder = folder
-        self._queue: list[tuple[float, int, Call, Near | None, Future]] = []
+        self._queue: list[tuple[float, int, Call, Near | None, Future, int]] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
         self._running: dict[int, Future] = {}
@@ -130,6 +137,7 @@ class ForkExecutor(Executor):
         priority: float = 0.0,
         near: Near | None = None,
         cwd: str | None = None,
+        memory: int = 0,
     ) -> Future:
         """As `submit`, with a result of type `Done`.
 
@@ -141,6 +149,8 @@ class ForkExecutor(Executor):
             Fork from this process instead of from the server.
         cwd
             Working directory of the job.
+        memory
+            Bytes that it is expected to take.
         """
         future: Future = Future()
         log = self._folder / f"{os.getpid()}-{next(self._order)}.log"
@@ -148,7 +158,7 @@ class ForkExecutor(Executor):
         with self._wake:
             if self._closed:
                 raise RuntimeError("the executor is shut down")
-            heapq.heappush(self._queue, (-priority, next(self._order), call, near, future))
+            heapq.heappush(self._queue, (-priority, next(self._order), call, near, future, memory))
             if len(self._threads) < self.jobs:
                 thread = threading.Thread(target=self._serve, daemon=True)
                 self._threads.append(thread)
@@ -185,17 +195,29 @@ class ForkExecutor(Executor):
     def _serve(self) -> None:
         while True:
             with self._wake:
-                while not self._queue and not self._closed:
+                while not (self._queue and self._fits(self._queue[0][5])) and not (self._closed and not self._queue):
                     self._wake.wait()
                 if not self._queue:
                     return
-                _, _, call, near, future = heapq.heappop(self._queue)
-            if not future.set_running_or_notify_cancel():
-                continue
+                _, _, call, near, future, memory = heapq.heappop(self._queue)
+                self._taken.append(memory)
             try:
-                future.set_result(self._run(call, near, future))
-            except BaseException as error:
-                future.set_exception(error)
+                if future.set_running_or_notify_cancel():
+                    self._answer(call, near, future)
+            finally:
+                with self._wake:
+                    self._taken.remove(memory)
+                    self._wake.notify_all()
+
+    def _fits(self, memory: int) -> bool:
+        """Whether a job that takes *memory* may run beside those that do."""
+        return self._memory is None or not self._taken or sum(self._taken) + memory <= self._memory
+
+    def _answer(self, call: Call, near: Near | None, future: Future) -> None:
+        try:
+            future.set_result(self._run(call, near, future))
+        except BaseException as error:
+            future.set_exception(error)
 
     def _run(self, call: Call, near: Near | None, future: Future) -> Done:
         connection = self._connect(near)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Executor, Future
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,53 @@ class TestJobs:
         (tmp_path / "second gate").touch()
         result(slow)
         assert log.read_text().split() == ["3", "2", "1"]
+
+
+class TestMemory:
+    """With the real queue and threads, and jobs that only wait: what matters is which of them run at once."""
+
+    @pytest.fixture
+    def gate(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+        import threading
+
+        running: list[str] = []
+        seen: list[tuple[str, ...]] = []
+        lock, go = threading.Lock(), threading.Event()
+
+        def run(self: ForkExecutor, call: Any, near: Any, future: Future) -> str:
+            (name,) = call.arguments
+            with lock:
+                running.append(name)
+                seen.append(tuple(sorted(running)))
+            go.wait(0.05)
+            with lock:
+                running.remove(name)
+            return name
+
+        monkeypatch.setattr(ForkExecutor, "_run", run)
+
+        def at_once(memory: int | None, *wanted: tuple[str, int]) -> set[tuple[str, ...]]:
+            seen.clear()
+            executor = ForkExecutor(4, {}, tmp_path, memory=memory)
+            futures = [
+                executor.call(jobs.add, name, memory=size, priority=-number) for number, (name, size) in enumerate(wanted)
+            ]
+            assert sorted(result(future) for future in futures) == sorted(name for name, _ in wanted)
+            executor.shutdown()
+            return set(seen)
+
+        return at_once
+
+    def test_what_does_not_fit_waits(self, gate: Any) -> None:
+        assert all(len(names) <= 2 for names in gate(10, *((name, 5) for name in "abcdef")))
+        assert all(len(names) == 1 for names in gate(10, ("a", 6), ("b", 6), ("c", 6)))
+
+    def test_what_never_fits_runs_alone(self, gate: Any) -> None:
+        assert {names for names in gate(10, ("a", 2), ("big", 50), ("b", 2)) if "big" in names} == {("big",)}
+
+    def test_without_a_bound_or_a_need_nothing_waits(self, gate: Any) -> None:
+        assert max(map(len, gate(None, *((name, 50) for name in "abcd")))) > 1
+        assert max(map(len, gate(10, *((name, 0) for name in "abcd")))) > 1
 
 
 class TestFailures:

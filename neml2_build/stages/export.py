@@ -57,6 +57,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         Extension files or modules.
     keep
         Whether the process is to stay near its programs for lowering.
+    memory
+        Bytes that the job is expected to take: what it took last time, else what most do.
     """
 
     target: str
@@ -67,6 +69,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any]
     load: tuple[str, ...]
     keep: bool
+    memory: int = 600_000_000
 
 
 class Graph(msgspec.Struct, frozen=True):

@@ -51,6 +51,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         Whether to keep line tables and everything inductor can tell.
     untested
         Whether to compile for named architectures with versions of torch and Triton on which that was never tested.
+    operations
+        Of the graph, as far as the caller knows: says how much memory the job will take.
     """
 
     graph: str
@@ -65,6 +67,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stock: bool = False
     debug: bool = False
     untested: bool = False
+    operations: int = 0
+
+
+def memory_of(operations: int) -> int:
+    """Bytes that lowering a graph of so many operations takes at most: its process, and the compiler beside it.
+
+    Of 279 graphs of NEML2's own inputs the small ones took 0.4 GB, one of 5,400 operations 0.9 GB, one of 15,000 2.1 GB.
+    """
+    return 450_000_000 + 115_000 * operations
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
