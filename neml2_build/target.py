@@ -686,7 +686,7 @@ class TargetRun:
                 **environment,
                 "cuda": environments.cuda_identity(build.memo, target.cuda_arch, build.environ),
                 "triton": build.environment.packages.get("triton"),
-                "cross": versions.CROSS if target.cuda_arch else None,
+                "cross": versions.CROSS,
             }
         for graph in self.exported.graphs:
             made_of = lower.key_of(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-#: The batch that block sizes are planned for. The sample's, which is 2 as a rule, gives blocks of two threads; and it is no
-#: part of a graph's digest, so that the code must not depend on it.
+#: The batch that block sizes are planned for, with and without a GPU. The sample's, which is 2 as a rule, gives blocks of two
+#: threads.
 POINTS = 65536
 
 #: Attribute of a fake tensor that holds its real bytes, on the CPU.
@@ -70,12 +70,19 @@ def move(program: Any, device: str = "cuda:0") -> Any:
         if "val" in node.meta:
             with mode:
                 node.meta["val"] = _pytree.tree_map_only(torch.Tensor, lambda value: value.to(device), node.meta["val"])
-    _plan(mode.shape_env)
+    plan(program)
     return program
 
 
-def _plan(sizes: Any) -> None:
+def plan(program: Any) -> None:
     """Have free sizes, and what is computed of them (a loaded program has ``6*s33`` beside ``s33``), planned for `POINTS`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils import _pytree
+
+    values = (value for node in program.graph.nodes for value in _pytree.tree_leaves(node.meta.get("val")))
+    sizes = next((value.fake_mode.shape_env for value in values if isinstance(value, FakeTensor)), None)
+    if sizes is None:
+        return
     hints, ranges = sizes.backed_var_to_val, sizes.var_to_range
     for symbol in hints:
         if symbol in ranges and ranges[symbol].upper >= POINTS:

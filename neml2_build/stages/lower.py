@@ -174,15 +174,18 @@ def job(request: Request) -> Result:
 
 
 def _on_cuda(program: Any) -> Any:
-    """*program* moved to the GPU of this machine, or one line that says why that cannot be."""
+    """*program* moved to the GPU of this machine and planned for a batch that fills it, or one line that says why not."""
     import torch
     from torch.export.passes import move_to_device_pass
+
+    from neml2_build.cross.program import plan
 
     if not torch.cuda.is_available():
         raise TaskError(
             "this machine has no usable CUDA device",
             remedy="build on a machine with a GPU and driver, or remove 'cuda' from 'devices'",
         )
+    plan(program)
     return move_to_device_pass(program, "cuda")
 
 
