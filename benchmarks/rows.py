@@ -10,9 +10,11 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -286,13 +288,16 @@ def edit(bench: Bench) -> list[Row]:
     bench.compile(target, other / "warm-up", other, base=folder)
     number = 0
 
-    def ours() -> Run:
+    def change() -> None:
         nonlocal number
         number += 1
         text = path.read_text()
         before = text[text.index("[elasticity_3]") :].split("coefficients = '")[1].split()[0]
         head, tail = text[: text.index("[elasticity_3]")], text[text.index("[elasticity_3]") :]
         path.write_text(head + tail.replace(before, f"{2e5 + number * 17:.1f}", 1))
+
+    def ours() -> Run:
+        change()
         done = bench.build(folder, "-j", str(bench.cores), "--json")
         said = answer(done)
         if said["graphs"]["lowered"] != 1 or said["targets"]["built"] < 1:
@@ -309,7 +314,31 @@ def edit(bench: Bench) -> list[Row]:
         mine.append(ours())
         others.append(theirs())
     same = compared(bench, [pair(folder, other / "out", target)])
+    watched = _watched(bench, folder, change, rounds)
+    theirs()
+    same_watched = compared(bench, [pair(folder, other / "out", target)])
+    more = {
+        "project": f"{projects.SHARED} targets a file; all files hold the same {projects.SHARED} sets of numbers, so "
+        "that setting up takes few compiles; each target has its own records and its own tree",
+    }
+    warm = "byte code, ISA probe, prepared pieces, a null build; other: torch's precompiled headers"
     return [
+        Row(
+            "edit-watched",
+            f"the same while neml2-build watch runs: from the save to the answer, among {count:,} targets",
+            f"neml2-build watch -j{bench.cores}",
+            "neml2-compile FILE --model NAME",
+            "s",
+            watched,
+            seconds(others),
+            measuring.ratio_of_pairs(seconds(others), watched),
+            6,
+            True,
+            f"{warm}; ours: one edit, which starts the process that torch stays in",
+            same_watched,
+            load,
+            more,
+        ),
         Row(
             "edit",
             f"one baked value among {count:,} targets: against that model alone",
@@ -321,16 +350,47 @@ def edit(bench: Bench) -> list[Row]:
             measuring.ratio_of_pairs(seconds(others), seconds(mine)),
             6,
             True,
-            "byte code, ISA probe, prepared pieces, a null build; other: torch's precompiled headers",
+            warm,
             same,
             load,
-            {
-                "cpu_seconds": {"ours": cpu(mine), "other": cpu(others)},
-                "project": f"{projects.SHARED} targets a file; all files hold the same {projects.SHARED} sets of numbers, so "
-                "that setting up takes few compiles; each target has its own records and its own tree",
-            },
-        )
+            {"cpu_seconds": {"ours": cpu(mine), "other": cpu(others)}, **more},
+        ),
     ]
+
+
+def _watched(bench: Bench, folder: Path, change: Callable[[], None], rounds: int) -> list[float]:
+    """Seconds from each *change* of a file to the answer of ``neml2-build watch``, after one that is not counted."""
+    found = []
+    command = [*measuring.program("neml2-build"), "watch", "-j", str(bench.cores), "--json"]
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=measuring.environment(folder / "scratch"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            while "watching" not in (line := process.stderr.readline()):
+                if not line:
+                    raise measuring.Failed("neml2-build watch ended")
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            for turn in range(rounds + 1):
+                time.sleep(2.5)  # a stat is believed two seconds after a change
+                began = time.perf_counter()
+                change()
+                while (said := json.loads(process.stdout.readline()))["targets"]["built"] == 0:
+                    pass
+                if said["graphs"]["lowered"] != 1:
+                    raise measuring.Failed(f"the edit did not lower one graph: {said}")
+                if turn:
+                    found.append(time.perf_counter() - began)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+    return found
 
 
 def memory(bench: Bench) -> list[Row]:
