@@ -56,23 +56,22 @@ def read_again(build: Build, runs: Sequence[TargetRun]) -> None:
                     run.read_again()
 
 
-def publish(build: Build, runs: Sequence[TargetRun]) -> list[TargetRun]:
+def publish(build: Build, runs: Sequence[TargetRun]) -> set[TargetRun]:
     """Publish *runs*, of which all is made, many at a time: those for which that is all there was to do.
 
     One target after another waits for the disk each time. What goes wrong with one is left to its tasks.
     """
-    published: list[TargetRun] = []
+    published: set[TargetRun] = set()
     for start in range(0, len(runs), _TOGETHER):
         some = runs[start : start + _TOGETHER]
         with contextlib.suppress(OSError), package.staging(build.output) as scratch:
             places = {run: scratch / str(number) for number, run in enumerate(some)}
-
             with ThreadPoolExecutor(min(_WAITERS, len(some))) as pool:
                 laid = dict(zip(some, pool.map(_lay_out, some, places.values()), strict=True))
                 flush([path for paths in laid.values() for path in paths or ()])
                 whole = [run for run in some if laid[run] is not None]
                 done = pool.map(_put_in_place, whole, [places[run] for run in whole])
-                published += [run for run, well in zip(whole, done, strict=True) if well]
+                published |= {run for run, well in zip(whole, done, strict=True) if well}
     return published
 
 

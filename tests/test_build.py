@@ -481,3 +481,71 @@ def test_tables_are_filled_first_only_for_a_build_of_many_targets(
     project.models = [Model(input="a.i", model=name) for name in ("one", "two", "eq")[:stale]]
     build = project.start(compiler=None)
     assert build.compiler.few is few  # type: ignore[attr-defined]
+
+
+class TestPublishing:
+    """What is made already is published without doit, many targets at a time."""
+
+    @pytest.fixture
+    def many(self, project: Project) -> Project:
+        project.models = [Model(input="a.i", model="eq", name=f"t{number}") for number in range(12)]
+        project.build()
+        return project
+
+    def test_neither_doit_nor_a_worker_is_asked(self, many: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = many.tree()
+        shutil.rmtree(many.aoti)
+        monkeypatch.setattr("neml2_build.runner.run_tasks", lambda *_, **__: pytest.fail("doit ran"))
+        done = many.build()
+        assert done.targets == {"restored": 12}
+        assert not done.calls
+        assert many.tree() == before
+        assert done.reasons["t3"]["package"] and "missing" in done.why("package", "t3")
+        assert sorted(path.name for path in many.aoti.iterdir())[0] == "t0"  # nothing of the staging is left
+
+    def test_one_file_that_is_gone_brings_one_target_back(self, many: Project) -> None:
+        before = many.tree()
+        (many.aoti / "t5/metadata.json").unlink()
+        (many.aoti / "t7_aoti.i").write_text("edited")
+        done = many.build()
+        assert done.targets == {"restored": 2, "up_to_date": 10}
+        assert [stage for stage, what in done.stages["t5"].items() if what == "restored"] == ["package"]
+        assert [stage for stage, what in done.stages["t7"].items() if what == "restored"] == ["stub"]
+        assert many.tree() == before
+
+    def test_what_the_store_has_lost_is_made_again_and_the_rest_published(self, many: Project) -> None:
+        before = many.tree()
+        many.models[4] = Model(input="a.i", model="one", name="t4")
+        many.build()
+        expected = many.tree()
+        only = {found for name, found in expected.items() if name.startswith("t4/")} - set(before.values())
+        shutil.rmtree(many.aoti)
+        for found in only:
+            path = many.cache / "objects" / found[:2] / found[2:]
+            path.chmod(0o644)
+            path.write_bytes(b"damaged")
+        done = many.build()
+        assert done.summary["ok"]
+        assert done.targets["restored"] >= 11
+        assert many.tree() == expected
+
+    def test_a_folder_that_cannot_be_written_to_is_one_message(self, many: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+        shutil.rmtree(many.aoti)
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("neml2_build.store._copy", full)
+        done = many.build()
+        assert not done.summary["ok"]
+        assert "disk is full" in done.summary["failures"][0]["message"]
+        assert not list(many.aoti.glob("t*/*"))
+
+    def test_a_comment_in_a_file_of_many(self, many: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("neml2_build.runner.run_tasks", lambda *_, **__: pytest.fail("doit ran"))
+        many.edit("a.i", ("# rates", "# other rates"))
+        done = many.build()
+        assert not done.calls
+        assert done.ran("t0") == done.ran("t11") == ["parse", "stub"]  # whose text has the comments of the file
+        assert "a.i changed" in done.why("parse", "t11")
+        assert many.build().targets == {"up_to_date": 12}

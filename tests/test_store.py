@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -869,3 +870,46 @@ def test_a_new_process_after_a_fork_has_its_own_session(root: Path, store: Store
     assert os.waitpid(child, 0)[1] == 0
     make(store, "c", b"c")
     assert all(store.find(key(name)) for name in "abc")
+
+
+class TestTogether:
+    def test_seen_here_at_once_and_by_others_afterwards(self, store: Store) -> None:
+        other = Store(store.root)
+        with store.together():
+            action = make(store, "a", b"contents")
+            name = action.outputs[0].digest
+            assert store.read(name) == b"contents"
+            assert store.find(action.key) == action
+            assert not other.has(name)
+            assert other.find(action.key) is None
+        assert Store(store.root).read(name) == b"contents"
+        assert Store(store.root).find(action.key) == action
+        assert not list((store.root / "tmp").rglob(f"{name}*"))
+
+    def test_what_was_written_before_a_failure_is_kept(self, store: Store) -> None:
+        with pytest.raises(ValueError, match="later"), store.together():
+            name, _ = store.put(b"contents")
+            raise ValueError("later")
+        assert Store(store.root).read(name) == b"contents"
+
+    def test_everything_is_flushed_before_it_takes_its_place(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        flushed: list[Path] = []
+
+        def flush(paths: Sequence[Path]) -> None:
+            assert all(path.exists() for path in paths)
+            assert not list((store.root / "objects").rglob("*/*"))
+            flushed.extend(paths)
+
+        monkeypatch.setattr(module, "flush", flush)
+        with store.together():
+            names = [store.put(bytes([number]) * 10)[0] for number in range(5)]
+        assert len(flushed) == 5
+        assert all(store.has(name) for name in names)
+
+    def test_a_full_disk_is_told(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        def flush(paths: Sequence[Path]) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(module, "flush", flush)
+        with pytest.raises(TaskError, match="disk is full"), store.together():
+            store.put(b"contents")
