@@ -34,8 +34,9 @@ def execute(build: Build, runs: Sequence[TargetRun], *, keep_going: bool) -> Non
     for run in stale:
         build.journal.tell("target-planned", target=run.target.name, info={"stages": list(run.stages)})
     read_again(build, stale)
-    published = publish(build, [run for run in stale if run.ready()])
-    stale = [run for run in stale if run not in published]
+    left = {run: run.unpublished() for run in stale}
+    done = publish(build, [run for run in stale if left[run]])
+    stale = [run for run in stale if left[run] != [] and run not in done]
     if not stale:
         return
     from neml2_build.runner import run_tasks  # imports doit, which publishing does without

@@ -1028,14 +1028,13 @@ class TargetRun:
         outcome = self._parse(also, previous, alone=True)
         self._tell_stage("parse", reasons, outcome, time.perf_counter() - began)
 
-    def ready(self) -> bool:
-        """Whether everything is made and in the store, and only to be published."""
+    def unpublished(self) -> list[str] | None:
+        """The stages that are left to do, if these only publish what is in the store; None if something must be made."""
         if self.build.force or self.target.verify or self.current():
-            return False
+            return None
         if any(self.check(stage) for stage in self.stages if stage not in ("package", "stub")):
-            return False
-        asked = [self.check(stage) for stage in self.stages if stage in ("package", "stub")]  # both: `lay_out` needs to know
-        return any(asked)
+            return None
+        return [stage for stage in self.stages if stage in ("package", "stub") and self.check(stage)]
 
     def lay_out(self, scratch: Path) -> list[Path]:
         """Write what is to be published to the new folder *scratch*; what must be flushed before `put_in_place`.
