@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import INPUT, Project, digests, listing
 
@@ -15,6 +16,7 @@ from neml2_build import hit
 from neml2_build.compiler import FakeCompiler
 from neml2_build.errors import RequestError
 from neml2_build.manifest import Model
+from neml2_build.target import TargetRun
 
 
 class TestFirstBuild:
@@ -549,3 +551,25 @@ class TestPublishing:
         assert done.ran("t0") == done.ran("t11") == ["parse", "stub"]  # whose text has the comments of the file
         assert "a.i changed" in done.why("parse", "t11")
         assert many.build().targets == {"up_to_date": 12}
+
+
+class TestOrder:
+    def test_what_takes_longest_is_begun_first(self, project: Project) -> None:
+        """New targets by the size of their files, known ones by what they took."""
+        for number, size in enumerate((0, 3000, 500)):
+            project.write(f"f{number}.i", INPUT + "#" * size)
+        project.models = [Model(input=f"f{number}.i", model="eq", name=f"t{number}") for number in range(3)]
+        build = project.start()
+        runs = sorted(build.runs.values(), key=TargetRun.expected_seconds, reverse=True)
+        assert [run.target.name for run in runs] == ["t1", "t2", "t0"]
+        build.close()
+        project.build()
+        build = project.start()
+        for name, seconds in (("t0", 5.0), ("t1", 1.0), ("t2", 9.0)):
+            record = build.records.read(name, "lower-cpu")
+            assert record is not None
+            info = {**record.info, "seconds": {"eq_one.pt2": seconds}}
+            build.records.write(name, msgspec.structs.replace(record, info=info))
+        runs = sorted(build.runs.values(), key=TargetRun.expected_seconds, reverse=True)
+        assert [run.target.name for run in runs] == ["t2", "t0", "t1"]
+        build.close()
