@@ -279,7 +279,7 @@ class TestLowered:
     def test_machine_code_says_itself_what_the_record_says(self, lowered: dict[str, Any]) -> None:
         said = {name: uses for one in lowered["resources"] for name, uses in one.items()}
         assert said == {
-            kernel["name"]: {use["arch"]: (use["registers"], use["spills"], 0) for use in kernel["usage"]}
+            kernel["name"]: {use["arch"]: [use["registers"], use["spills"], 0] for use in kernel["usage"]}
             for kernel in lowered["info"]["kernels"]
         }
 
