@@ -136,9 +136,7 @@ def job(request: Request) -> Difference:
         compiled = torch._inductor.aoti_load_package(str(path))
 
         def results(values: list[Any]) -> tuple[list[Any], list[Any]]:
-            arguments, keywords = _pytree.tree_unflatten([value.clone() for value in values], spec)
-            with torch.no_grad():
-                expected = _pytree.tree_leaves(eager(*arguments, **keywords))
+            expected = _eagerly(eager, values, spec)
             arguments, keywords = _pytree.tree_unflatten([value.clone().to(device) for value in values], spec)
             return expected, _pytree.tree_leaves(compiled(*arguments, **keywords))
 
@@ -261,21 +259,14 @@ def _best_kind(
 
     Where no kind will do: of those with most finite results the one that moves least.
     """
-    import torch
-    from torch.utils import _pytree
-
-    def results(values: list[Any]) -> list[Any]:
-        arguments, keywords = _pytree.tree_unflatten([value.clone() for value in values], spec)
-        with torch.no_grad():
-            return _pytree.tree_leaves(eager(*arguments, **keywords))
-
     size = max([one for one in batches if one <= _CHOSEN_AT] or [min(batches)])
     best, moved_best, most = _KINDS[0], math.inf, -1.0
     for kind in (*_KINDS, *(f"{_SCALED} ({trial})" for trial in range(_TRIALS))):
         values = _draw(kind, request, flat, shapes, size)
         try:
-            made = results(values)
-            moved = max((min(difference(*pair)) for pair in zip(made, results(_neighbours(values)), strict=True)), default=0.0)
+            made = _eagerly(eager, values, spec)
+            again = _eagerly(eager, _neighbours(values), spec)
+            moved = max((min(difference(*pair)) for pair in zip(made, again, strict=True)), default=0.0)
         except RuntimeError:  # a singular matrix is an error in eager mode
             continue
         numbers = sum(one.numel() for one in made)
@@ -285,6 +276,16 @@ def _best_kind(
         if (min(part, 0.5), -moved) > (most, -moved_best):
             best, moved_best, most = kind, moved, min(part, 0.5)
     return best, moved_best
+
+
+def _eagerly(eager: Any, values: list[Any], spec: Any) -> list[Any]:
+    """What the captured graph makes of *values*, which stay as they are."""
+    import torch
+    from torch.utils import _pytree
+
+    arguments, keywords = _pytree.tree_unflatten([value.clone() for value in values], spec)
+    with torch.no_grad():
+        return _pytree.tree_leaves(eager(*arguments, **keywords))
 
 
 def _neighbours(values: list[Any]) -> list[Any]:

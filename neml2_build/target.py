@@ -359,10 +359,8 @@ class TargetRun:
         ]
         return ()
 
-    def _do_parse(self, stage: str) -> str:
-        previous = self._record(stage)
-        also = _blocks(previous.info.get("also", ())) if previous is not None else ()
-        return self._parse(also, previous)
+    def _do_parse(self, stage: str, *, alone: bool = False) -> str:
+        return self._parse(self._also(), self._record(stage), alone=alone)
 
     def _parse(self, also: Iterable[tuple[str, str]], previous: Record | None, *, alone: bool = False) -> str:
         began = time.perf_counter()
@@ -1040,9 +1038,7 @@ class TargetRun:
         if not (reasons := self.check("parse")):
             return
         began = time.perf_counter()
-        previous = self._record("parse")
-        also = _blocks(previous.info.get("also", ())) if previous is not None else ()
-        outcome = self._parse(also, previous, alone=True)
+        outcome = self._do_parse("parse", alone=True)
         self._tell_stage("parse", reasons, outcome, time.perf_counter() - began)
 
     def unpublished(self) -> list[str] | None:
