@@ -22,7 +22,8 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
     isa: dict[str, Any] | None
     march: str
-    seed: int = SEED
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +157,7 @@ def job(request: Request) -> Difference:
         batches=tuple(batches) if symbols else (),
         outputs=worst.outputs,
         finite=worst.finite / worst.numbers if worst.numbers else 1.0,
-        inputs=_told(kind, request.hints),
+        inputs=_told(kind.name, request.hints),
         note=_note(worst, moved, request.tolerance),
         seconds=round(time.perf_counter() - began, 3),
     )
@@ -243,25 +243,58 @@ def _within(program: Any, symbol: Any, size: int) -> bool:
     return bounds is None or bool(bounds.lower <= size <= bounds.upper)
 
 
-_KINDS = ("between 0.1 and 1", "within 0.01 of zero", "within 0.0001 of zero", "near the sample")
-#: Kinds after these: between 0.1 and 1 times a power of ten for each input, as a strain and a strength have. So many are tried.
-_SCALED = "of another scale in each input"
+#: Powers of ten that inputs are multiplied with, as a strain and a strength have; so many choices are tried.
 _SCALES = (1e2, 1.0, 1e-2, 1e-4)
 _TRIALS = 16
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How inputs are drawn: what is told of it, and the values made of *noise* between 0 and 1, the sample and its number."""
+
+    name: str
+    values: Callable[[Any, Any, int], Any]
+
+
+def _near(noise: Any, sample: Any, number: int) -> Any:
+    import torch
+
+    middle = float(sample.to(torch.float64).mean()) if sample.numel() else 0.0
+    return middle + (noise - 0.5) * max(abs(middle), 1e-3) * 0.1
+
+
+def _scaled(trial: int) -> _Kind:
+    """Between 0.1 and 1 times a power of ten of its own for each input."""
+    name = f"of another scale in each input ({trial})"
+
+    def values(noise: Any, sample: Any, number: int) -> Any:
+        return (0.1 + 0.9 * noise) * random.Random(f"{SEED} {name} {number}").choice(_SCALES)
+
+    return _Kind(name, values)
+
+
+#: In the order in which they are tried.
+_KINDS = (
+    _Kind("between 0.1 and 1", lambda noise, sample, number: 0.1 + 0.9 * noise),
+    _Kind("within 0.01 of zero", lambda noise, sample, number: 0.02 * (noise - 0.5)),
+    _Kind("within 0.0001 of zero", lambda noise, sample, number: 0.0002 * (noise - 0.5)),
+    _Kind("near the sample", _near),
+    *map(_scaled, range(_TRIALS)),
+)
 #: Largest batch that inputs are chosen at: the choice runs the graph twice a kind.
 _CHOSEN_AT = 1000
 
 
 def _best_kind(
     request: Request, flat: list[Any], shapes: list[_Shape], batches: list[int], eager: Any, spec: Any
-) -> tuple[str, float]:
+) -> tuple[_Kind, float]:
     """The kind of inputs to take, see the module, and how far its results move with the last bit of the inputs.
 
     Where no kind will do: of those with most finite results the one that moves least.
     """
     size = max([one for one in batches if one <= _CHOSEN_AT] or [min(batches)])
     best, moved_best, most = _KINDS[0], math.inf, -1.0
-    for kind in (*_KINDS, *(f"{_SCALED} ({trial})" for trial in range(_TRIALS))):
+    for kind in _KINDS:
         values = _draw(kind, request, flat, shapes, size)
         try:
             made = _eagerly(eager, values, spec)
@@ -303,11 +336,11 @@ def _neighbours(values: list[Any]) -> list[Any]:
     return moved
 
 
-def _draw(kind: str, request: Request, flat: list[Any], shapes: list[_Shape], batch: int) -> list[Any]:
+def _draw(kind: _Kind, request: Request, flat: list[Any], shapes: list[_Shape], batch: int) -> list[Any]:
     """Values of all inputs, always the same for the same batch size."""
     import torch
 
-    generator = torch.Generator().manual_seed(request.seed + batch)
+    generator = torch.Generator().manual_seed(SEED + batch)
     values = []
     for number, sample in enumerate(flat):
         shape = shapes[number].at(batch) if number < len(shapes) else list(sample.shape)
@@ -322,17 +355,8 @@ def _draw(kind: str, request: Request, flat: list[Any], shapes: list[_Shape], ba
             value = torch.eye(shape[-1], dtype=torch.float64) + 0.1 * (noise - 0.5) / max(shape[-1], 1)
         elif hint == "small":
             value = 0.1 * (noise - 0.5)
-        elif kind == _KINDS[0]:
-            value = 0.1 + 0.9 * noise
-        elif kind == _KINDS[1]:
-            value = 0.02 * (noise - 0.5)
-        elif kind == _KINDS[2]:
-            value = 0.0002 * (noise - 0.5)
-        elif kind.startswith(_SCALED):
-            value = (0.1 + 0.9 * noise) * random.Random(f"{request.seed} {kind} {number}").choice(_SCALES)
         else:
-            middle = float(sample.to(torch.float64).mean()) if sample.numel() else 0.0
-            value = middle + (noise - 0.5) * max(abs(middle), 1e-3) * 0.1
+            value = kind.values(noise, sample, number)
         values.append(value.to(sample.dtype).to(sample.device))
     return values
 
@@ -353,7 +377,6 @@ class Whole(msgspec.Struct, frozen=True, kw_only=True):
     batches: tuple[int, ...]
     tolerance: float
     dtype: str
-    seed: int = SEED
 
 
 def runtime_job(whole: Whole) -> Difference:
@@ -417,7 +440,7 @@ def _typed(model: Any, batch: int, scale: float, whole: Whole) -> list[Any]:
     """Inputs of *model* as NEML2's types; a variable and its old value move together."""
     import torch
 
-    generator = torch.Generator().manual_seed(whole.seed + batch)
+    generator = torch.Generator().manual_seed(SEED + batch)
     drawn: dict[str, Any] = {}
     values = []
     for name, kind in model.input_spec.items():
