@@ -478,7 +478,7 @@ def test_identity_names_the_texts_without_torch():
 # -- the real thing ---------------------------------------------------------------------------------------------------
 
 REAL = """
-import json, os, subprocess, sys, zipfile
+import contextlib, json, os, subprocess, sys, zipfile
 from pathlib import Path
 
 import torch
@@ -534,6 +534,13 @@ for name, stock, work in (("stock", True, "w"), ("one", False, "one"), ("two", F
         program(), inductor={}, prepared_dir=folder / "prepared", work_dir=folder / work, stock=stock, isa=isa
     )
     (folder / f"{name}.pt2").write_bytes(made[name].pt2)
+quick = toolchain.quick
+toolchain.quick = lambda: contextlib.nullcontext([])
+repeated = toolchain.lower(
+    program(), inductor={}, prepared_dir=folder / "prepared", work_dir=folder / "repeated", stock=False, isa=isa
+)
+toolchain.quick = quick
+answer["same as repeated"] = repeated.pt2 == made["one"].pt2
 answer["notes"] = made["one"].notes + made["two"].notes
 answer["same bytes"] = made["one"].pt2 == made["two"].pt2
 answer["folders"] = str(folder).encode() in made["one"].pt2
@@ -566,5 +573,6 @@ def test_same_symbols_same_bits_same_bytes_as_torch(tmp_path: Path):
     assert answer["isa"] == [True, True, 0, []]
     assert answer["notes"] == []
     assert answer["same bytes"] and not answer["folders"]
+    assert answer["same as repeated"]
     assert answer["symbols"]
     assert answer["bits"] == [True, True, True]

@@ -96,7 +96,7 @@ def lower(
     from neml2_build import environment, toolchain
     from neml2_build.cross import driver, host, machine
     from neml2_build.cross.program import move
-    from neml2_build.toolchain import archive, isa_for, prime, seam
+    from neml2_build.toolchain import archive, isa_for, prime, quick, seam
 
     _require(architectures, allow_untested)
     import torch
@@ -116,6 +116,7 @@ def lower(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)
         notes += stack.enter_context(prime(isa, march))
+        notes += stack.enter_context(quick())
         level = isa_for(march)
         if level is not None:
             options = {"cpp.simdlen": level.simdlen, **options}

@@ -10,7 +10,6 @@ Graphs are lowered one a job, each in a fresh worker: a model of nine graphs fil
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import os
 import tempfile
@@ -22,7 +21,7 @@ import msgspec
 
 from neml2_build import versions
 from neml2_build.errors import TaskError
-from neml2_build.stages.export import captured
+from neml2_build.stages.export import captured, uncollected
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +153,7 @@ def job(request: Request) -> Result:
         program = _on_cuda(program)
     try:
         # A folder of its own: two jobs that run at once would take each other's package for theirs.
-        with tempfile.TemporaryDirectory(dir=request.work, ignore_cleanup_errors=True) as work, _uncollected():
+        with tempfile.TemporaryDirectory(dir=request.work, ignore_cleanup_errors=True) as work, uncollected():
             if architectures:
                 return _elsewhere(program, architectures.split(","), request, Path(work))
             lowered = toolchain.lower(
@@ -172,19 +171,6 @@ def job(request: Request) -> Result:
     except Exception as error:
         raise _explain(error) from error
     return Result(package=lowered.pt2, seconds=lowered.seconds, notes=tuple(lowered.notes))
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the cycle collector: inductor keeps nearly all that it makes until it is done, and looking through it again and
-    again took 13 % of the Python time of a large graph. Leaving the rest took 14 % more memory."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _on_cuda(program: Any) -> Any:

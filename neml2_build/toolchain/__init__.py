@@ -1,8 +1,8 @@
 """From an exported graph to a ``.pt2``, with torch's own code and a cheaper way to the same machine code.
 
-`lower` is what a worker calls; the rest of the package is how: `isa` (what the CPU can do, asked once), `seam` (the compile
-commands of a graph), `upstream` (which texts of torch may be cut, and the check), `prepared` and `stubs` (pieces made once),
-`archive` (one form for the result). ``stock=True`` turns all of it off except the last.
+`lower` is what a worker calls; the rest of the package is how: `isa` (what the CPU can do, asked once), `quick` (Python that is
+not repeated), `seam` (the compile commands of a graph), `upstream` (which texts of torch may be cut, and the check), `prepared`
+and `stubs` (pieces made once), `archive` (one form for the result). ``stock=True`` turns all of it off except the last.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 from neml2_build.environment import package_folder
 from neml2_build.toolchain import archive, prepared, seam, upstream
 from neml2_build.toolchain.isa import isa_for, prime, probe, silent
+from neml2_build.toolchain.quick import quick
 
-__all__ = ["Lowered", "identity", "isa_for", "lower", "prime", "probe", "warm"]
+__all__ = ["Lowered", "identity", "isa_for", "lower", "prime", "probe", "quick", "warm"]
 
 #: Raised when `lower` makes other bytes of the same program.
 VERSION = 1
@@ -109,6 +110,8 @@ def lower(
         torch.manual_seed(0)  # large constants are found again in the library by a random number (codecache.py, magic_number)
         if device == "cpu":
             notes += stack.enter_context(prime(isa, march))
+        if not stock and not debug:
+            notes += stack.enter_context(quick())
         used = _install(stack, prepared_dir, stock, march, debug, notes) if device == "cpu" else None
         package = work / f"{archive.ROOT}.pt2"
         options = _options(inductor, fast=used is not None and not stock, march=march, debug=debug)

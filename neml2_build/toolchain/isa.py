@@ -90,7 +90,7 @@ def probe() -> dict[str, Any]:
 
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     programs = _Programs(getattr(cpu_vec_isa, "subprocess", subprocess))
-    with _replaced(cpu_vec_isa.VecISA, "check_build", record), _replaced(cpu_vec_isa, "subprocess", programs):
+    with replaced(cpu_vec_isa.VecISA, "check_build", record), replaced(cpu_vec_isa, "subprocess", programs):
         picked = cpu_vec_isa.pick_vec_isa()
         flags = picked.build_arch_flags()
     compiler = cpp_builder.get_cpp_compiler()
@@ -186,7 +186,7 @@ def _prime_builds(stack: contextlib.ExitStack, cpu_vec_isa: Any, answers: dict[s
         answer = answers.get(_question(code, self._arch_flags))
         return stock(self, code) if answer is None else answer
 
-    stack.enter_context(_replaced(cpu_vec_isa.VecISA, "check_build", answered))
+    stack.enter_context(replaced(cpu_vec_isa.VecISA, "check_build", answered))
 
 
 def _prime_compiler(stack: contextlib.ExitStack, cpp_builder: Any, compiler: dict[str, Any], notes: list[str]) -> None:
@@ -206,8 +206,8 @@ def _prime_compiler(stack: contextlib.ExitStack, cpp_builder: Any, compiler: dic
     def is_intel(asked: str) -> bool:
         return intel if asked == found else stock_intel(asked)
 
-    stack.enter_context(_replaced(cpp_builder, "cpp_compiler_search", searched))
-    stack.enter_context(_replaced(cpp_builder, "_is_intel_compiler", is_intel))
+    stack.enter_context(replaced(cpp_builder, "cpp_compiler_search", searched))
+    stack.enter_context(replaced(cpp_builder, "_is_intel_compiler", is_intel))
 
 
 def _prime_level(stack: contextlib.ExitStack, cpu_vec_isa: Any, level: Level) -> None:
@@ -215,7 +215,7 @@ def _prime_level(stack: contextlib.ExitStack, cpu_vec_isa: Any, level: Level) ->
     #     def valid_vec_isa_list() -> list[VecISA]:
     # An instance of our own, because a probe of the host leaves "has BF16" in torch's.
     known = [] if level.vec_isa is None else [getattr(cpu_vec_isa, level.vec_isa)()]
-    stack.enter_context(_replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: known))
+    stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: known))
     stack.enter_context(_without_variable("ATEN_CPU_CAPABILITY"))  # the host's, read by get_isa_from_cpu_capability
 
 
@@ -229,7 +229,8 @@ def _question(code: str, flags: str) -> str:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While open, the attribute *name* of *owner* is *value*. Raises ``AttributeError`` if it has no such attribute."""
     stock = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -98,7 +98,7 @@ def _publish(pointer: Path, record: object) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove folders that no pointer names and that nobody can be using or making."""
+    """Remove folders of pieces that no pointer names and that nobody can be using or making."""
     named = set()
     for pointer in folder.glob("*.json"):
         try:
@@ -108,7 +108,7 @@ def _sweep(folder: Path) -> None:
     before = time.time() - _ABANDONED
     for path in folder.iterdir():
         try:
-            if path.is_dir() and path.name not in named and path.stat().st_mtime < before:
+            if path.is_dir() and "-" in path.name and path.name not in named and path.stat().st_mtime < before:
                 shutil.rmtree(path, ignore_errors=True)
         except OSError:
             continue
