@@ -4,8 +4,7 @@
 where there is one (0.15 s). Two things it must reckon:
 
 - The journal tells when a job was handed to the workers, not when a worker took it. Workers take the job of the highest
-  priority first, lowerings before exports and long ones before short ones, and so does `Progress`; it is wrong only about
-  jobs of nearly the same length.
+  priority first (`TargetRun.priority`), and so does `Progress`; it is wrong only about jobs of the same priority.
 - The time to the end is the time so far, scaled by the weight of what is left. Weights are the seconds that earlier builds
   noted, so a thirty-second graph counts as thirty of one second, and what is restored shortens the rest by itself.
 """
@@ -79,16 +78,12 @@ class Job:
     stage: str
     graph: str
     expected: float | None
+    priority: float
     began: float | None = None
 
     @property
     def name(self) -> str:
         return f"{self.target}/{self.graph.removesuffix('.pt2')}" if self.graph else self.target
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """As workers order what waits: graphs before exports, long ones first."""
-        return bool(self.graph), self.expected or 0.0
 
 
 class Progress:
@@ -151,7 +146,9 @@ class Progress:
             return late
 
     def _start(self, event: Event) -> None:
-        job = Job(event.target, event.stage, event.graph, self._expected(event.target, event.stage, event.graph))
+        expected = self._expected(event.target, event.stage, event.graph)
+        priority = self.build.runs[event.target].priority(event.stage, event.graph)
+        job = Job(event.target, event.stage, event.graph, expected, priority)
         if sum(other.began is not None for other in self.jobs.values()) < self.build.jobs:
             job.began = self.clock()
         self.jobs[event.target, event.stage, event.graph] = job
@@ -160,7 +157,7 @@ class Progress:
         job = self.jobs.pop(key, None)
         waiting = [other for other in self.jobs.values() if other.began is None]
         if job is not None and job.began is not None and waiting:
-            max(waiting, key=lambda other: other.rank).began = self.clock()
+            max(waiting, key=lambda other: other.priority).began = self.clock()
 
     def _expected(self, target: str, stage: str, graph: str) -> float | None:
         record = self.build.records.read(target, stage)

@@ -14,7 +14,6 @@ from doit.doit_cmd import DoitMain
 from doit.loader import generate_tasks
 
 from neml2_build.build import Build
-from neml2_build.environment import cuda_device
 from neml2_build.errors import TaskError
 from neml2_build.target import TargetRun
 from neml2_build.tasks import tasks_of
@@ -107,8 +106,7 @@ def run_tasks(build: Build, stale: Sequence[TargetRun], *, keep_going: bool) -> 
     One model of thousands of operations takes as long as all others of a suite: begun last, it runs alone at the end.
     """
     stale = sorted(stale, key=TargetRun.expected_seconds, reverse=True)
-    without = frozenset({"cuda"}) if keep_going and cuda_device(build.memo) is None else frozenset()
-    tasks = list(generate_tasks("neml2", tasks_of(stale, _hopeless(stale, without))))
+    tasks = list(generate_tasks("neml2", tasks_of(stale, keep_going=keep_going)))
     # Target by target, not stage by stage as doit's groups would have it: graphs are lowered while the process that captured
     # them lives, and what is finished first is published first.
     threads = max(2, min(len(stale) * 2, 2 * build.jobs + 2))
@@ -134,10 +132,3 @@ def run_tasks(build: Build, stale: Sequence[TargetRun], *, keep_going: bool) -> 
         if target in build.runs:
             build.runs[target].failed = error
         build.fail(error, target, stage)
-
-
-def _hopeless(runs: Sequence[TargetRun], without: frozenset[str]) -> frozenset[str]:
-    """Devices that cannot be lowered for here, as far as no target names architectures to cross-compile for."""
-    if any(run.target.cuda_arch for run in runs):
-        return frozenset()
-    return without

@@ -8,6 +8,7 @@ doit asks the one and runs the other, in order; dry runs and `explain` ask only.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import threading
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from neml2_build.build import Build
 
 _VARIANTS = 16
+#: What a small graph takes to be lowered, and how many operations of a large one take a second (torch 2.12, one core).
+_SECONDS, _OPERATIONS_A_SECOND = 1.0, 80
 #: How many graphs of a target are looked up in a shared store at a time.
 _LOOK_UPS = 8
 
@@ -90,13 +93,9 @@ class TargetRun:
         self.target = target
         self.folder = build.output / target.name
         self.stub = build.output / f"{target.name}_aoti.i"
-        self.stages = (
-            "parse",
-            "export",
-            *(f"lower-{device}" for device in target.devices),
-            "package",
-            *(("stub",) if target.stub else ()),
-        )
+        self.compiling = ("export", *(f"lower-{device}" for device in target.devices))
+        self.publishing = ("package", "stub") if target.stub else ("package",)
+        self.stages = ("parse", *self.compiling, *self.publishing)
         self.outcome: dict[str, str] = {}
         self.reasons: dict[str, tuple[Reason, ...]] = {}
         self.failed: BuildError | None = None
@@ -231,36 +230,37 @@ class TargetRun:
             needed.append("export")
         if kind == "package":
             needed += [
-                f"lower-{device}" for device in self.target.devices if device not in self.lowered and self._possible(device)
+                f"lower-{device}" for device in self.target.devices if device not in self.lowered and self.possible(device)
             ]
         return needed
 
     def hopeless(self) -> bool:
-        """Whether graphs are to be lowered for CUDA and cannot be here. If so the target has failed, before anything ran."""
-        if "cuda" in self.target.devices:
+        """Whether graphs are to be lowered for a device and cannot be here: the target has then failed, before anything ran."""
+        for device in self.target.devices:
             try:
-                self._require_cuda()
+                self._require(device)
             except TaskError as error:
-                self._fail(error, "lower-cuda")
+                self._fail(error, f"lower-{device}")
                 return True
         return False
 
-    def _require_cuda(self) -> None:
-        """Raise `TaskError` unless the target's graphs can be lowered for CUDA here."""
+    def possible(self, device: str) -> bool:
+        """Whether graphs can be lowered for *device* here: with ``-k``, packages do not wait for what cannot be made."""
+        try:
+            self._require(device)
+        except TaskError:
+            return False
+        return True
+
+    def _require(self, device: str) -> None:
+        """Raise `TaskError` unless the target's graphs can be lowered for *device* here."""
+        if device != "cuda":
+            return
         try:
             environments.require_cuda(self.build.memo, self.target.cuda_arch, self.build.environ)
         except TaskError as error:
             error.stage = "lower-cuda"
             raise
-
-    def _possible(self, device: str) -> bool:
-        """Whether graphs can be lowered for *device* here: with ``-k``, packages do not wait for what cannot be made."""
-        try:
-            if device == "cuda":
-                self._require_cuda()
-        except TaskError:
-            return False
-        return True
 
     def _prepare(self, stage: str) -> tuple[Reason, ...]:
         """Take the results that *stage* reads from the records; the reasons for which one of them must be made first."""
@@ -614,7 +614,7 @@ class TargetRun:
             return None, []
         stats = [environments.signature(path) for path in paths]
         self.build.ask_ahead()
-        done = self.build.compiler.export(request, priority=self._expected("export"), cwd=str(self.build.root)).result()
+        done = self.build.compiler.export(request, priority=self.priority("export"), cwd=str(self.build.root)).result()
         result: export.Result = done.value
         store = self.build.store
         self.build.journal.tell(
@@ -665,27 +665,37 @@ class TargetRun:
         peak = record.info.get("peak_bytes") if record is not None else None
         return {"memory": peak} if peak else {}
 
-    def expected_seconds(self) -> float:
-        """How long capturing and lowering will take: what they took last time, else by the size of the input file.
+    def priority(self, stage: str, graph: str = "") -> float:
+        """Seconds from the start of a job to the end of what can only follow it: jobs of the longest such chain go first.
 
-        Of 79 inputs of NEML2's own, the 12 that took longest to capture (9 to 35 s) have 5 to 11 kB, most have 1 to 3.
+        Parameters
+        ----------
+        stage, graph
+            The export, or the lowering of the graph of that file name.
         """
-        records = [self._record(stage) for stage in self.stages if stage not in ("parse", "package", "stub")]
-        if all(records):
-            return sum(
-                sum(record.info["seconds"].values()) if "seconds" in record.info else record.info.get("cpu_seconds", 0.0)
-                for record in records
-                if record is not None
-            )
+        if stage == "export":
+            return self.expected_seconds()
+        record = self._record(stage)
+        known = record.info.get("seconds", {}).get(graph) if record is not None else None
+        if known is not None:
+            return known
+        found = next((one for one in self.exported.graphs if one.name == graph), None) if self.exported is not None else None
+        return _SECONDS + (found.operations / _OPERATIONS_A_SECOND if found is not None else 0.0)
+
+    def expected_seconds(self) -> float:
+        """How long it takes to capture the graphs and to lower the longest: as last time, else by the size of the input.
+
+        Of 79 inputs of NEML2's own the largest (5 to 10 kB) take 30 to 120 s, those of 1 to 3 kB 3 to 10 s.
+        """
+        exported, *lowered = [self._record(stage) for stage in self.compiling]
+        if exported is not None and all(lowered):
+            seconds = [record.info.get("seconds", {}).values() for record in lowered if record is not None]
+            return exported.info.get("cpu_seconds", exported.seconds) + max(itertools.chain(*seconds), default=0.0)
         try:
-            return self.target.input.stat().st_size / 1000
+            size = len(self.parsed.slice) if self.parsed is not None else self.target.input.stat().st_size
         except OSError:
             return 0.0
-
-    def _expected(self, stage: str) -> float:
-        """Seconds that *stage* took last time."""
-        record = self._record(stage)
-        return record.seconds if record is not None else 0.0
+        return 2 * _SECONDS + (size / 1000) ** 2
 
     # -- lower --------------------------------------------------------------------------------------------------------
 
@@ -762,9 +772,7 @@ class TargetRun:
         began = time.perf_counter()
         assert self.exported is not None
         if device == "cuda":
-            self._require_cuda()
-        record = self._record(stage)
-        history = record.info.get("seconds", {}) if record is not None else {}
+            self._require("cuda")
 
         def ask(one: tuple[GraphRef, str, dict[str, Any]]) -> Future:
             graph, key, made_of = one
@@ -775,7 +783,7 @@ class TargetRun:
                 target=self.target.name,
                 stage=stage,
                 graph=graph.name,
-                priority=1e6 + history.get(graph.name, graph.operations / 1000),
+                priority=self.priority(stage, graph.name),
                 near=self._near if device == "cpu" else None,
             )
 
@@ -958,7 +966,7 @@ class TargetRun:
 
     def _fresh(self) -> bool:
         """Whether anything of what is published was made in this build."""
-        return any(self.outcome.get(stage) == "built" for stage in self.stages if stage not in ("package", "stub", "parse"))
+        return any(self.outcome.get(stage) == "built" for stage in self.compiling)
 
     def _make_again(self, name: str) -> None:
         """Make the published file *name* again, whose contents turned out to be broken or gone when they were needed."""
@@ -1045,9 +1053,9 @@ class TargetRun:
         """The stages that are left to do, if these only publish what is in the store; None if something must be made."""
         if self.build.force or self.target.verify or self.current():
             return None
-        if any(self.check(stage) for stage in self.stages if stage not in ("package", "stub")):
+        if any(self.check(stage) for stage in ("parse", *self.compiling)):
             return None
-        return [stage for stage in self.stages if stage in ("package", "stub") and self.check(stage)]
+        return [stage for stage in self.publishing if self.check(stage)]
 
     def lay_out(self, scratch: Path) -> list[Path]:
         """Write what is to be published to the new folder *scratch*; what must be flushed before `put_in_place`.
@@ -1070,7 +1078,7 @@ class TargetRun:
 
     def put_in_place(self, scratch: Path) -> None:
         """Publish what `lay_out` wrote. Raises ``OSError``."""
-        for stage in ("package", "stub"):
+        for stage in self.publishing:
             if not (reasons := self.reasons.get(stage)):
                 continue
             began = time.perf_counter()

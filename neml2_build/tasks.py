@@ -61,13 +61,13 @@ def create_tasks(manifest: Manifest, *, build: Build | None = None) -> Iterator[
     yield from tasks_of(build.runs.values())
 
 
-def tasks_of(runs: Iterable[TargetRun], without: frozenset[str] = frozenset()) -> Iterator[dict[str, Any]]:
+def tasks_of(runs: Iterable[TargetRun], *, keep_going: bool = False) -> Iterator[dict[str, Any]]:
     """doit tasks of *runs*.
 
     Parameters
     ----------
-    without
-        Devices that are known to fail here: packages do not wait for them, and hold the other leaves.
+    keep_going
+        Packages do not wait for a device that cannot be lowered for here, and hold the other leaves.
     """
     for run in runs:
         name = run.target.name
@@ -78,7 +78,7 @@ def tasks_of(runs: Iterable[TargetRun], without: frozenset[str] = frozenset()) -
                 "doc": _doc(run, stage),
                 "actions": [(_act, [run, stage])],
                 "uptodate": [Check(run, stage)],
-                "task_dep": [f"{before}:{name}" for before in _before(run, stage, without)],
+                "task_dep": [f"{before}:{name}" for before in _before(run, stage, keep_going=keep_going)],
                 "targets": _targets(run, stage),
                 "clean": [(_clean, [run])] if stage == "package" else [],
                 "title": _title,
@@ -88,15 +88,15 @@ def tasks_of(runs: Iterable[TargetRun], without: frozenset[str] = frozenset()) -
             }
 
 
-def _before(run: TargetRun, stage: str, without: frozenset[str]) -> list[str]:
+def _before(run: TargetRun, stage: str, *, keep_going: bool) -> list[str]:
     """The stages that *stage* needs."""
-    lowers = [f"lower-{device}" for device in run.target.devices if device not in without]
     if stage == "parse":
         return []
     if stage == "export":
         return ["parse"]
     if stage == "package":
-        return lowers or ["export"]
+        devices = [device for device in run.target.devices if not keep_going or run.possible(device)]
+        return [f"lower-{device}" for device in devices] or ["export"]
     if stage == "stub":
         return ["package"]
     return ["export"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -572,4 +573,29 @@ class TestOrder:
             build.records.write(name, msgspec.structs.replace(record, info=info))
         runs = sorted(build.runs.values(), key=TargetRun.expected_seconds, reverse=True)
         assert [run.target.name for run in runs] == ["t2", "t0", "t1"]
+        build.close()
+
+    def test_jobs_are_ordered_by_the_longest_chain_that_begins_with_them(self, project: Project) -> None:
+        """A capture counts with the longest graph that follows it, so that it is not kept waiting by short graphs."""
+        project.models = [Model(input="a.i", model="eq", name="t")]
+        project.build()
+        build = project.start()
+        (run,) = build.runs.values()
+        for stage in ("parse", "export", "lower-cpu"):
+            assert not run.check(stage)
+        assert run.exported is not None
+        graph, *_ = [found.name for found in run.exported.graphs]
+        record = build.records.read("t", "lower-cpu")
+        assert record is not None
+        build.records.write(
+            "t", msgspec.structs.replace(record, info={**record.info, "seconds": {graph: 40.0, "other.pt2": 2.0}})
+        )
+        assert run.priority("lower-cpu", graph) == 40.0
+        assert 40.0 <= run.priority("export") < 41.0
+        build.records.write("t", msgspec.structs.replace(record, info={**record.info, "seconds": {}}))
+        small = run.priority("lower-cpu", graph)
+        run.exported = dataclasses.replace(
+            run.exported, graphs=tuple(dataclasses.replace(one, operations=8000) for one in run.exported.graphs)
+        )
+        assert run.priority("lower-cpu", graph) > 50 * small
         build.close()

@@ -29,6 +29,7 @@ from neml2_build.progress import (
     screen,
     show,
 )
+from neml2_build.target import TargetRun
 
 
 def project(root: Path, count: int = 3, *, fail: str = "") -> Manifest:
@@ -205,7 +206,9 @@ def progress_of(root: Path, count: int, jobs: int) -> tuple[Progress, list[float
     return progress, now
 
 
-def test_workers_take_graphs_before_exports(tmp_path):
+def test_workers_take_what_takes_longest(tmp_path, monkeypatch):
+    seconds = {"target0": 3.0, "target1": 2.0, "target2": 9.0}
+    monkeypatch.setattr(TargetRun, "priority", lambda run, stage, graph="": seconds[run.target.name])
     progress, _ = progress_of(tmp_path, 3, 1)
     progress.hear(Event("stage-start", 0, "target0", "export"))
     progress.hear(Event("stage-start", 0, "target1", "export"))
@@ -261,6 +264,6 @@ def test_small_things():
 
     assert [clock(seconds) for seconds in (0, 7.4, 750, 3723)] == ["0:00", "0:07", "12:30", "1:02:03"]
     assert bar(0.25, 8, ascii_only=True) == "[green]##[/][dim]------[/]"
-    job = Job("a" * 50, "lower-cpu", "g.pt2", 9.0, began=1.0)
+    job = Job("a" * 50, "lower-cpu", "g.pt2", 9.0, 9.0, began=1.0)
     assert job_line(job, 8.0, 40, str).endswith("[cyan]7 s of 9 s[/]")
     assert "yellow" in job_line(job, 30.0, 40, str)

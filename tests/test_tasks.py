@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import INPUT, ROOT, Project, fake_environment, listing
 
+from neml2_build import environment as environments
 from neml2_build.manifest import Model
 from neml2_build.tasks import create_tasks, tasks_of
 
@@ -51,12 +52,13 @@ class TestTasks:
         assert not any("file_dep" in task for task in tasks.values())
         assert all("eq of a.i" in task["doc"] for task in tasks.values())
 
-    def test_devices_are_lowered_side_by_side(self, project: Project) -> None:
+    def test_devices_are_lowered_side_by_side(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(environments, "cuda_device", lambda memo: None)
         project.models = [Model(input="a.i", model="eq", devices=["cpu", "cuda"])]
         build = project.start()
         tasks = {task["basename"]: task for task in tasks_of(build.runs.values())}
         assert tasks["package"]["task_dep"] == ["lower-cpu:eq", "lower-cuda:eq"]
-        without = {task["basename"]: task for task in tasks_of(build.runs.values(), frozenset({"cuda"}))}
+        without = {task["basename"]: task for task in tasks_of(build.runs.values(), keep_going=True)}
         assert without["package"]["task_dep"] == ["lower-cpu:eq"]
         assert "lower-cuda" in without
         build.close()
