@@ -150,7 +150,7 @@ def say(text: str) -> None:
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would be done, and why; do nothing.")
 @click.option("-k", "--keep-going", is_flag=True, help="Build what does not depend on a failed task.")
 @click.option("--force", is_flag=True, help="Make everything again, whatever the store holds.")
-@click.option("--stock-toolchain", "stock", is_flag=True, help="Call the compiler exactly as torch does.")
+@click.option("--stock-toolchain", "stock", is_flag=True, help="Lower exactly as torch does, nothing shortened.")
 @click.option(
     "--allow-untested-torch", "untested", is_flag=True, help="Compile for GPUs that are not here with any version of torch."
 )
