@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -388,7 +387,7 @@ def _watched(bench: Bench, folder: Path, change: Callable[[], None], rounds: int
                 if turn:
                     found.append(time.perf_counter() - began)
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # SIGINT is ignored below a shell that put this program in the background
             process.wait(60)
     return found
 
