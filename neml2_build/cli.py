@@ -613,7 +613,10 @@ def run() -> None:
     about leaked instances under the message.
     """
     import atexit
+    import signal
 
+    # A cancelled CI job and a stopped service end as by Ctrl-C: workers are ended, and what was finished is kept.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except SystemExit as done:

@@ -131,15 +131,15 @@ def preload(*, tables: bool = True) -> None:
     gc.freeze()  # the collector of a child would otherwise touch, and so copy, every page
 
 
-def serve(listener: Listener, lifeline: int) -> None:
-    """Fork a child for every connection, until *lifeline* is readable, that is: closed."""
+def serve(listener: Listener, *lifelines: int) -> None:
+    """Fork a child for every connection, until one of *lifelines* is readable: closed, or woken by a signal."""
     children: set[int] = set()
     socket = listener._listener._socket  # type: ignore[attr-defined]
     try:
         while True:
-            ready, _, _ = select.select([socket, lifeline], [], [], 1.0)
+            ready, _, _ = select.select([socket, *lifelines], [], [], 1.0)
             reap(children)
-            if lifeline in ready:
+            if any(lifeline in ready for lifeline in lifelines):
                 break
             if socket in ready:
                 connection = listener.accept()
@@ -202,6 +202,7 @@ def work(connection: Connection) -> None:
         os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
     started = time.perf_counter()
     connection.send(("started", os.getpid()))
     call: Call = connection.recv()
@@ -242,11 +243,15 @@ def stay(connection: Connection, value: Any, usage: Usage) -> None:
     address = str(Path(folder) / "s")
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that `serve` ends its children
+    # SIGTERM wakes `serve`, which then ends its children: an exception might come while it does so already, and stop it.
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with Listener(address, family="AF_UNIX", backlog=64) as listener:
             send(connection, ("stays", value, usage, address))
-            serve(listener, connection.fileno())
+            serve(listener, connection.fileno(), woken)
     finally:
         with contextlib.suppress(OSError):
             Path(address).unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -434,10 +435,9 @@ class TestQuickLook:
 
 
 class TestProcess:
-    def test_interrupted(self, project: Project, tmp_path: Path) -> None:
-        """Ctrl-C: exit code 130, no traceback, and what was finished is kept."""
-        import signal
-
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_interrupted(self, project: Project, tmp_path: Path, number: signal.Signals) -> None:
+        """Ctrl-C, or a job that is cancelled: exit code 130, no traceback, and what was finished is kept."""
         project.toml()
         log = tmp_path / "log"
         build = subprocess.Popen(
@@ -452,7 +452,7 @@ class TestProcess:
         )
         while build.poll() is None and not (log.exists() and "lower" in log.read_text()):
             pass
-        build.send_signal(signal.SIGINT)
+        build.send_signal(number)
         _, err = build.communicate(timeout=30)
         assert build.returncode == 130, err
         assert "Traceback" not in err

@@ -178,7 +178,8 @@ def test_folders_that_do_not_exist_are_watched_from_above(tmp_path):
     assert watched.told({f"{tmp_path}/{name}" for name in "abcdefg"}) == [*"abcde", "2 more"]
 
 
-def test_the_command_watches_real_files_until_interrupted(project):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_watches_real_files_until_interrupted(project, number):
     pytest.importorskip("watchfiles")
     process = subprocess.Popen(
         [sys.executable, "-m", "neml2_build.cli", "watch", "--json"],
@@ -200,7 +201,7 @@ def test_the_command_watches_real_files_until_interrupted(project):
         second = json.loads(process.stdout.readline())
         (project / "b.i").write_text(LEAF.format(value="also"))
         third = json.loads(process.stdout.readline())
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest, said = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -242,6 +242,30 @@ class TestNear:
             time.sleep(0.01)
         assert not folder.exists()
 
+    def test_what_near_jobs_run_ends_when_the_client_hangs_up_and_the_server_ends_at_once(
+        self, executor: ForkExecutor, tmp_path: Path
+    ) -> None:
+        """Both reach the process that stays: the one must not stop it in the middle of what it does about the other."""
+        for number in range(60):
+            done = result(executor.call(jobs.stay, number))
+            stays = result(executor.call(jobs.parent, near=done.near)).value
+            mark = tmp_path / str(number)
+            running = executor.call(jobs.sleep_with_child, str(mark), near=done.near)
+            jobs.wait_for(str(mark))
+            while len(mark.read_text().split()) < 2:
+                time.sleep(0.001)
+            pids = list(map(int, mark.read_text().split()))
+            done.near.close()
+            until = time.perf_counter() + 5e-6 * number
+            while time.perf_counter() < until:
+                pass
+            os.kill(stays, signal.SIGTERM)
+            left = [pid for pid in pids if not gone(pid, seconds=5)]
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            assert not left, f"round {number}"
+            assert running.exception() is not None
+
     def test_a_near_process_that_is_gone(self, executor: ForkExecutor) -> None:
         done = result(executor.call(jobs.stay, 1))
         done.near.close()

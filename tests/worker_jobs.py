@@ -24,6 +24,10 @@ def pid() -> int:
     return os.getpid()
 
 
+def parent() -> int:
+    return os.getppid()
+
+
 def where() -> tuple[str, dict[str, str]]:
     return os.getcwd(), dict(os.environ)
 
