@@ -771,8 +771,7 @@ class TargetRun:
         device = stage.partition("-")[2]
         began = time.perf_counter()
         assert self.exported is not None
-        if device == "cuda":
-            self._require("cuda")
+        self._require(device)
 
         def ask(one: tuple[GraphRef, str, dict[str, Any]]) -> Future:
             graph, key, made_of = one

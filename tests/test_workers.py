@@ -57,6 +57,14 @@ def gone(*pids: int, seconds: float = 20.0) -> bool:
     return False
 
 
+def named_in(mark: Path) -> list[int]:
+    """The job and the program that it runs, once `worker_jobs.sleep_with_child` has named both in *mark*."""
+    jobs.wait_for(str(mark))
+    while len(mark.read_text().split()) < 2:
+        time.sleep(0.001)
+    return list(map(int, mark.read_text().split()))
+
+
 class TestJobs:
     def test_it_is_an_executor_of_the_standard_interface(self, executor: ForkExecutor) -> None:
         assert isinstance(executor, Executor)
@@ -251,10 +259,7 @@ class TestNear:
             stays = result(executor.call(jobs.parent, near=done.near)).value
             mark = tmp_path / str(number)
             running = executor.call(jobs.sleep_with_child, str(mark), near=done.near)
-            jobs.wait_for(str(mark))
-            while len(mark.read_text().split()) < 2:
-                time.sleep(0.001)
-            pids = list(map(int, mark.read_text().split()))
+            pids = named_in(mark)
             done.near.close()
             until = time.perf_counter() + 5e-6 * number
             while time.perf_counter() < until:
@@ -311,10 +316,7 @@ def test_nothing_outlives_its_client(tmp_path: Path, end: str) -> None:
     server = int(client.stdout.readline())
     pids = [server]
     for mark in ("one", "two"):
-        jobs.wait_for(str(tmp_path / mark))
-        while len((tmp_path / mark).read_text().split()) < 2:
-            time.sleep(0.001)
-        pids += map(int, (tmp_path / mark).read_text().split())
+        pids += named_in(tmp_path / mark)
     assert set(pids) <= set(processes())
     if end == "killed":
         client.send_signal(signal.SIGKILL)

@@ -134,6 +134,8 @@ def job(request: Request) -> Result | Stay:
     from neml2.cli._extensions import load_user_extensions
     from neml2.cli.aoti_export import export_model_for_aoti
 
+    from neml2_build.toolchain.quick import quick, without_traces
+
     sys.dont_write_bytecode = True
     with tempfile.TemporaryDirectory(prefix="neml2-build-") as folder:
         sys.pycache_prefix = folder  # a stale .pyc beside an edited extension must not be believed
@@ -142,7 +144,7 @@ def job(request: Request) -> Result | Stay:
         seam = Seam()
         try:
             load_user_extensions(list(request.load))
-            with _input_file(request) as lookups, seam.instead_of_lowering(), uncollected(), _without_traces():
+            with _input_file(request) as lookups, seam.instead_of_lowering(), uncollected(), quick(without_traces):
                 export_model_for_aoti(request.input, request.model, folder, **request.options)
                 metadata = (Path(folder) / "metadata.json").read_bytes()
                 random = _random_tensors(request, lookups)
@@ -177,22 +179,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _without_traces() -> Iterator[None]:
-    """Without noting a Python stack for each operation: 10 % of the time of a capture, for what `normalize` takes out."""
-    from torch.fx import config
-
-    stock = getattr(config, "do_not_emit_stack_traces", None)
-    if stock is None:
-        yield
-        return
-    config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        config.do_not_emit_stack_traces = stock
 
 
 class Seam:

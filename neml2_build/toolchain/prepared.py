@@ -98,7 +98,7 @@ def _publish(pointer: Path, record: object) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove folders of pieces that no pointer names and that nobody can be using or making."""
+    """Remove folders of pieces (`piece` names them with a dash) that no pointer names and nobody can be using or making."""
     named = set()
     for pointer in folder.glob("*.json"):
         try:

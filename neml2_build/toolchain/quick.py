@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from neml2_build.toolchain.isa import replaced
 
+Change = Callable[[contextlib.ExitStack], None]
+
 
 @contextlib.contextmanager
-def quick() -> Iterator[list[str]]:
-    """While open, inductor does not repeat itself.
+def quick(*changes: Change) -> Iterator[list[str]]:
+    """While open, torch does not repeat itself: by *changes* of this module, by default all of them.
 
     Yields
     ------
@@ -25,7 +27,7 @@ def quick() -> Iterator[list[str]]:
     """
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
-        for change in (_without_traces, _all_strides, _dtype_rules_once, _ranges_once, _plain_sets):
+        for change in changes or (without_traces, _all_strides, _dtype_rules_once, _ranges_once, _plain_sets):
             try:
                 change(stack)
             except (AttributeError, ImportError) as error:
@@ -33,9 +35,9 @@ def quick() -> Iterator[list[str]]:
         yield notes
 
 
-def _without_traces(stack: contextlib.ExitStack) -> None:
-    # torch/fx/config.py, do_not_emit_stack_traces: tracing the graph again would note and symbolize a Python stack for each
-    # operation, of which nothing reaches the code. 17 %.
+def without_traces(stack: contextlib.ExitStack) -> None:
+    """Note no Python stack for each operation that is traced: nothing of it reaches the code, or a saved program."""
+    # torch/fx/config.py, do_not_emit_stack_traces. Stacks are noted and symbolized: 17 % of a lowering, 10 % of a capture.
     from torch.fx import config
 
     stack.enter_context(replaced(config, "do_not_emit_stack_traces", True))
@@ -60,14 +62,15 @@ def _dtype_rules_once(stack: contextlib.ExitStack) -> None:
     stock = Handler.__init__
     if not hasattr(Handler, "_instance"):
         raise AttributeError("its handler is not one instance")
-    made_of: list[tuple[int, ...]] = []
+    made_of: tuple[int, ...] = ()
 
     def once(self: Any) -> None:
+        nonlocal made_of
         tables = (utils.op_dtype_propagation_rules, common.pointwise_overrides_data, utils.boolean_ops())
         sizes = tuple(map(len, tables))  # rules are only ever added
-        if made_of != [sizes]:
+        if made_of != sizes:
             stock(self)
-            made_of[:] = [sizes]
+            made_of = sizes
 
     stack.enter_context(replaced(Handler, "__init__", once))
 
