@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from typing import Any
@@ -14,9 +15,15 @@ pytestmark = pytest.mark.real
 
 
 def test_nothing_is_left_behind() -> None:
+    import sympy
     from torch._inductor.codegen import cpp
+    from torch._inductor.dependencies import MemoryDep
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
-    from torch.fx import config
+    from torch._inductor.scheduler import Scheduler
+    from torch.fx import Interpreter, config
+    from torch.fx.experimental.sym_node import SymNode
+    from torch.utils import _pytree
+    from torch.utils._config_module import ConfigModule
     from torch.utils._ordered_set import OrderedSet
     from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -29,6 +36,16 @@ def test_nothing_is_left_behind() -> None:
         (ValueRanges, "__and__"),
         (OrderedSet, "__and__"),
         (OrderedSet, "__or__"),
+        (sympy, "simplify"),
+        (SymNode, "expr"),
+        (SymNode, "_add"),
+        (SymNode, "_ge"),
+        (Scheduler, "can_fusion_increase_peak_memory"),
+        (Scheduler, "get_possible_fusions"),
+        (Interpreter, "run_node"),
+        (_pytree, "tree_map"),
+        (MemoryDep, "__hash__"),
+        (ConfigModule, "__getattr__"),
     ]
 
     def now() -> list[Any]:
@@ -138,3 +155,224 @@ def test_rules_of_dtypes_are_made_when_there_are_more(monkeypatch: pytest.Monkey
         rules["new_rule"] = rules[next(iter(rules))]
         monkeypatch.setattr(utils, "op_dtype_propagation_rules", rules)
         assert hasattr(Handler(), "new_rule") and len(made) == 2
+
+
+def test_trees_are_the_stock_ones() -> None:
+    from collections import OrderedDict, namedtuple
+
+    from torch import Size
+    from torch.utils import _pytree
+
+    Pair = namedtuple("Pair", "one other")
+    trees = [
+        3,
+        (),
+        [1, (2, [3]), {"b": 4, "a": (5,)}],
+        Pair([1], (2, 3)),
+        OrderedDict(b=[1], a=2),
+        Size([2, 3]),
+        {"n": None},
+        "ab",
+    ]
+
+    def results() -> list[Any]:
+        seen: list[Any] = []
+        made = [_pytree.tree_map(lambda leaf: (seen.append(leaf), str(leaf))[1], tree) for tree in trees]
+        made.append(
+            _pytree.tree_map(lambda leaf: (seen.append(leaf), len(leaf))[1], [(1, 2), (3,)], is_leaf=lambda x: type(x) is tuple)
+        )
+        made.append(_pytree.tree_map(lambda one, other: one + other, [1, (2, 3)], [4, (5, 6)]))
+        only = _pytree.tree_map_only(int, lambda leaf: -leaf, trees)
+        return [repr((kind, [type(one) for one in kind])) for kind in (made, only)] + seen
+
+    stock = results()
+    with quick():
+        assert results() == stock
+
+
+def test_sizes_are_the_stock_ones() -> None:
+    import torch
+    from torch.export import Dim, export
+    from torch.fx.experimental.sym_node import SymNode
+
+    class Sizes(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    def results() -> list[Any]:
+        example = torch.ones(6, 5)
+        program = export(Sizes(), (example,), dynamic_shapes=({0: Dim("a", min=2), 1: Dim("b", min=3)},))
+        value = next(node.meta["val"] for node in program.graph.nodes if node.op == "placeholder")
+        one, other = (size.node for size in value.shape)
+        nodes = [
+            one,
+            other,
+            one.wrap_int(1),
+            one.wrap_int(2),
+            one.mul(other),
+            one.sym_float(),
+            one.wrap_float(2.0),
+            one.eq(other),
+        ]
+        made = []
+        for name in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge"):
+            for left, right in itertools.product(nodes[:-1], repeat=2):
+                node = getattr(left, name)(right)
+                assert type(node) is SymNode and node.shape_env is one.shape_env
+                made.append(
+                    (str(node.expr), type(node.expr), node.pytype, node.hint, type(node.hint), node.constant, node.fx_node)
+                )
+        return made
+
+    stock = results()
+    with quick():
+        assert results() == stock == results()
+
+
+def test_an_expression_follows_what_is_learned_of_it() -> None:
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def results() -> list[str]:
+        env = ShapeEnv()
+        size = env.create_unbacked_symint().node
+        node = size.mul(size.wrap_int(2))
+        found = [str(node.expr)]
+        env._set_replacement(size._expr, sympy.Integer(11), "known")
+        return [*found, str(node.expr), str(node.expr), str(size.add(size).expr)]
+
+    stock = results()
+    assert stock == ["2*u0", "22", "22", "22"]
+    with quick():
+        assert results() == stock
+
+
+def test_dependencies_hash_as_before() -> None:
+    import dataclasses
+
+    import sympy
+    from torch._inductor.dependencies import MemoryDep
+
+    x, size = sympy.symbols("d0 s0", integer=True)
+
+    def make() -> Any:
+        return MemoryDep("buf0", 3 * x, (x,), (size,))
+
+    stock = hash(make())
+    with quick():
+        one = make()
+        assert hash(one) == hash(one) == hash(make()) == stock
+        assert one == make() and repr(one) == repr(make())
+        assert hash(dataclasses.replace(one, name="buf1")) != stock
+    assert hash(one) == stock
+
+
+def test_settings_are_the_stock_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config
+    from torch.utils._config_module import ConfigModule
+
+    config: Any = torch._inductor.config
+    names = [name for name, entry in config._config.items() if entry.alias is None and not entry.deprecated]
+
+    def results() -> list[Any]:
+        return [repr(ConfigModule.__getattr__(config, name)) for name in names]
+
+    stock = results()
+    with quick():
+        assert results() == stock and len(stock) > 100
+        with config.patch({"max_fusion_size": 7, "cpp.threads": 3}):
+            assert config.max_fusion_size == 7 and config.cpp.threads == 3
+        assert results() == stock
+        with pytest.raises(AttributeError):
+            _ = config.no_such_setting
+        monkeypatch.setattr(config._config["max_fusion_size"], "env_value_force", 5)
+        assert config.max_fusion_size == 5
+        with pytest.raises(AttributeError):
+            monkeypatch.setattr(config._config["max_fusion_size"], "hide", True)
+            _ = config.max_fusion_size
+
+
+def test_nodes_are_run_as_before_where_their_meta_is_preserved() -> None:
+    import torch
+    from torch.fx import Interpreter, symbolic_trace, traceback
+
+    module = symbolic_trace(lambda x: torch.relu(x) + 1)
+    for node in module.graph.nodes:
+        node.meta["custom"] = node.name
+    seen: list[Any] = []
+
+    class Watch(Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            seen.append(traceback.get_current_meta().get("custom"))
+            return super().call_function(target, args, kwargs)
+
+    def results() -> list[Any]:
+        seen.clear()
+        made = [Watch(module).run(torch.ones(2)).tolist()]
+        with traceback.preserve_node_meta():
+            made.append(Watch(module).run(torch.ones(2)).tolist())
+        return [*made, *seen]
+
+    stock = results()
+    assert stock[2:] == [None, None, "relu", "add"]
+    with quick():
+        assert results() == stock
+
+
+def test_simplified_once() -> None:
+    import sympy
+
+    x, y = sympy.symbols("x0 s0", integer=True)
+    asked = [6 * x + y, y * (x + 1) - y * x, sympy.Integer(3), x * x + 2 * x + 1]
+
+    def results() -> list[Any]:
+        simplify: Any = sympy.simplify
+        return [(made, type(made)) for made in map(simplify, (*asked, 3, "x + x"))]
+
+    stock = results()
+    with quick():
+        assert results() == stock == results()
+        assert sympy.simplify(asked[0], ratio=1) == asked[0]
+
+
+@pytest.mark.parametrize("sizes", [("8", "8*s0"), ("8", "8"), ("8*s0", "8*s0"), ("0", "0"), ("4096", "4096")])
+def test_pairs_of_nodes_are_judged_as_before(sizes: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace as Made
+
+    from torch._inductor.codegen import wrapper
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.virtualized import V
+
+    asked: list[Any] = []
+    monkeypatch.setattr(wrapper, "buffer_reuse_key", lambda node: (asked.append(node), ("cpu", "f64", node.size))[1])
+    buffers = {
+        name: Made(users=[1], node=Made(size=size, has_tensor_output=lambda: True))
+        for name, size in zip(("one", "other"), sizes, strict=True)
+    }
+    buffers["shared"] = Made(users=[1, 2], node=Made(size="8", has_tensor_output=lambda: True))
+    nodes = [
+        Made(read_writes=Made(reads=[Made(name=name), Made(name="shared"), Made(name="input")])) for name in ("one", "other")
+    ]
+    graph = Made(sizevars=Made(statically_known_gt=lambda left, right: left > right))
+
+    def results(score: int) -> tuple[bool, ...]:
+        def check(self: Any, *_: Any) -> tuple[bool, ...]:
+            one, other = nodes
+            pairs: list[Any] = [(one, other), (one, one), (other, one), (one, other)]
+            return tuple(Scheduler.can_fusion_increase_peak_memory(self, *pair) for pair in pairs)
+
+        scheduler = Made(name_to_buf=buffers, score_fusion_memory=lambda *_: score)
+        with V.set_graph_handler(graph):  # type: ignore[arg-type]
+            return run(check, scheduler)
+
+    def run(check: Any, scheduler: Any) -> tuple[bool, ...]:
+        monkeypatch.setattr(Scheduler, "get_possible_fusions", check)
+        with quick() if fast else contextlib.nullcontext():
+            return Scheduler.get_possible_fusions(scheduler, [], False)  # type: ignore[return-value]
+
+    fast = False
+    stock = [results(score) for score in (0, 1, 10)]
+    fast, often = True, len(asked)
+    asked.clear()
+    assert [results(score) for score in (0, 1, 10)] == stock
+    assert 0 < len(asked) < often
