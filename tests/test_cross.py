@@ -371,7 +371,9 @@ def _lower(folder: Path) -> dict[str, Any]:
     left = [
         f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, value in patched if vars(owner).get(name) is not value
     ]
-    after = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}  # torch's own doing
+    after = dict(os.environ)
+    if "TORCHINDUCTOR_CACHE_DIR" not in before:
+        after.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which torch sets for good where it is not set (cache_dir_utils.py)
     left += sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
     left += (
         ["torch.cuda.is_available"]
