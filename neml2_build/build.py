@@ -281,7 +281,7 @@ class Build:
         return self._ask("probe", self.environment.for_lowering("native"), lower.probe)
 
     def ask_ahead(self) -> None:
-        """Have `isa` asked beside the first exports: it takes 11 s on a machine that is new."""
+        """Have `isa` asked beside the first exports: it takes 5 s on a machine that is new."""
         with self._answers_lock:
             if self._ahead or self.compiler_name != RealCompiler.name or self.stock:
                 return

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from neml2_build import environment as environments
 from neml2_build import toolchain
 from neml2_build.toolchain import isa, prepared, stubs, upstream
 from neml2_build.toolchain.archive import canonicalize_pt2
@@ -389,6 +392,197 @@ def test_levels():
     assert isa.isa_for("x86-64-v4") == isa.Level("VecAVX512", 512, ("-march=x86-64-v4",))
     assert isa.isa_for("x86-64-v2") == isa.Level(None, 0, ("-march=x86-64-v2",))
     assert isa.isa_for("armv8-a") == isa.Level("VecNEON", 128, ("-march=armv8-a",))
+
+
+# -- the probe of the CPU ---------------------------------------------------------------------------------------------
+
+
+LOAD = 'import torch\nfrom ctypes import cdll\ncdll.LoadLibrary("{}")\n'
+
+
+class Programs:
+    """Stands for the module ``subprocess``: notes what it is to run."""
+
+    CalledProcessError = subprocess.CalledProcessError
+
+    def __init__(self) -> None:
+        self.ran: list[object] = []
+
+    def check_call(self, command: object, **options: object) -> int:
+        self.ran.append(command)
+        return 0
+
+
+def shared(folder: Path, text: str) -> Path:
+    compiler = environments.find_compiler(os.environ)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    (folder / "one.cpp").write_text(text)
+    subprocess.run([str(compiler), "one.cpp", "-shared", "-fPIC", "-o", "one.so"], cwd=folder, check=True)
+    return folder / "one.so"
+
+
+def load(library: Path) -> int:
+    stock = Programs()
+    answer = isa._Programs(stock).check_call([sys.executable, "-c", LOAD.format(library)], cwd=str(library.parent))
+    assert stock.ran == []
+    return answer
+
+
+def test_a_library_is_loaded_without_another_python(tmp_path: Path):
+    library = shared(tmp_path, 'extern "C" int one() { return 1; }')
+    maps = Path("/proc/self/maps")
+    assert load(library) == 0
+    assert not maps.exists() or str(library) not in maps.read_text()
+
+
+def test_a_library_that_does_not_load_is_a_no(tmp_path: Path):
+    (tmp_path / "text.so").write_text("not a library")
+    unresolved = shared(tmp_path, "int nowhere(); int one = nowhere();")
+    for library in (tmp_path / "text.so", tmp_path / "missing.so", unresolved):
+        with pytest.raises(subprocess.CalledProcessError):
+            load(library)
+
+
+@pytest.mark.parametrize("number", [signal.SIGILL, signal.SIGSEGV, signal.SIGKILL])
+def test_a_library_that_ends_its_process_is_a_no(tmp_path: Path, number: signal.Signals):
+    text = "#include <csignal>\nstruct One { One() { std::signal(N, SIG_DFL); std::raise(N); } } one;"
+    library = shared(tmp_path, text.replace("N", str(int(number))))
+    with pytest.raises(subprocess.CalledProcessError) as found:
+        load(library)
+    assert found.value.returncode == -number
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "-c", LOAD.format("a.so") + "print(1)"],
+        [sys.executable, "-c", LOAD.format("a.so").replace("cdll.", "")],
+        [sys.executable, "check.py", LOAD.format("a.so")],
+        f"python -c '{LOAD.format('a.so')}'",
+    ],
+)
+def test_what_does_more_than_load_is_run(command: object):
+    stock = Programs()
+    assert isa._Programs(stock).check_call(command) == 0
+    assert stock.ran == [command]
+
+
+class Builds:
+    """Builds of sources in *folder* by the real g++, as torch writes their commands; *ran* counts them."""
+
+    def __init__(self, folder: Path, compiler: Path) -> None:
+        self.folder, self.compiler, self.ran, self.asked = folder, compiler, 0, 0
+        self._builds = isa._Builds(self._run)
+
+    def __call__(self, source: str, flags: str) -> bool:
+        """Whether a library was copied; in any case it is the one that the command makes."""
+        self.asked += 1
+        made, ran = self.folder / f"{self.asked}.so", self.ran
+        line = f"{self.compiler} {self.folder / source} -D X -O3 {flags} -shared -fPIC   -o {made}  -lm  -L{self.folder} "
+        self._builds(line, str(self.folder))
+        copied, bytes_made = self.ran == ran, made.read_bytes()
+        self._run(line, str(self.folder))
+        assert made.read_bytes() == bytes_made
+        self.ran = ran + (not copied)
+        return copied
+
+    def _run(self, cmd_line: str, cwd: str) -> None:
+        self.ran += 1
+        subprocess.run(shlex.split(cmd_line), cwd=cwd, check=True, capture_output=True)
+
+
+@pytest.fixture
+def builds(tmp_path: Path) -> Builds:
+    compiler = environments.find_compiler(os.environ)
+    if compiler is None or platform.machine() != "x86_64" or "clang" in compiler.name:
+        pytest.skip("no g++ for x86-64")
+    (tmp_path / "a.cpp").write_text("double sums[9]; void add(double x) { for (double& sum : sums) sum += x * sum; }")
+    (tmp_path / "b.cpp").write_text("int other;")
+    (tmp_path / "wrong.cpp").write_text("int 1;")
+    return Builds(tmp_path, compiler)
+
+
+def test_flags_that_add_nothing_make_no_other_build(builds: Builds):
+    found = [
+        builds("a.cpp", flags) for flags in ("-march=x86-64-v3", "-march=x86-64-v3 -mavx2 -mfma", "-mavx2 -march=x86-64-v3")
+    ]
+    assert found == [False, True, True]
+    assert not builds("b.cpp", "-march=x86-64-v3")
+    assert not builds("a.cpp", "-march=x86-64-v3 -DY")
+    assert builds.ran == 3
+
+
+def test_flags_that_add_something_make_another_build(builds: Builds):
+    for flags in ("", "-mavx2", "-mavx2 -mfma", "-mavx512f", "-mavx512f -mavx512vnni", "-march=x86-64-v3", "-march=x86-64-v4"):
+        assert not builds("a.cpp", flags), flags
+    assert not builds("a.cpp", "-march=x86-64-v3 -mno-fma")
+
+
+def test_a_build_that_failed_is_not_reused(builds: Builds):
+    for flags in ("-march=x86-64-v3", "-march=x86-64-v3 -mavx2", "-march=x86-64-v3", "-mnonsense"):
+        with pytest.raises(subprocess.CalledProcessError):
+            builds("wrong.cpp", flags)
+    assert builds.ran == 4
+
+
+def test_a_copy_that_fails_is_built(builds: Builds):
+    builds("b.cpp", "")
+    (builds.folder / "1.so").unlink()
+    assert not builds("b.cpp", "")
+
+
+PROBE = """
+import json, os, subprocess, sys
+
+import torch
+from neml2_build import toolchain
+from torch._inductor import cpu_vec_isa
+
+started = []
+stock_popen = subprocess.Popen.__init__
+subprocess.Popen.__init__ = lambda self, args, *a, **k: (started.append(args), stock_popen(self, args, *a, **k))[1]
+if sys.argv[1] == "here":
+    found = toolchain.probe()
+else:
+    from neml2_build.toolchain.isa import _question
+
+    found = {"answers": {}}
+    stock = cpu_vec_isa.VecISA.check_build
+
+    def record(self, code):
+        found["answers"][_question(code, self._arch_flags)] = answer = stock(self, code)
+        return answer
+
+    cpu_vec_isa.VecISA.check_build = record
+    picked = cpu_vec_isa.pick_vec_isa()
+    found.update(picked=str(picked), flags=picked.build_arch_flags())
+pythons = sum(args[0] == sys.executable for args in started if isinstance(args, list))
+builds = sum("-shared" in args and "--help=target" not in args for args in started if isinstance(args, list))
+print(json.dumps({**{name: found[name] for name in ("answers", "picked", "flags")}, "pythons": pythons, "builds": builds}))
+"""
+
+
+@pytest.mark.real
+def test_the_probe_answers_as_torch_does(tmp_path: Path):
+    torch_folder()
+    (tmp_path / "probe.py").write_text(PROBE)
+    made = {}
+    for way in ("here", "torch"):
+        places = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / way), "PYTHONPATH": str(Path(toolchain.__file__).parents[2])}
+        done = subprocess.run(
+            [sys.executable, tmp_path / "probe.py", way],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **places},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        made[way] = json.loads(done.stdout.splitlines()[-1])
+    for name in ("answers", "picked", "flags"):
+        assert made["here"][name] == made["torch"][name]
+    assert made["here"]["pythons"] == 0 and made["torch"]["pythons"] >= sum(made["torch"]["answers"].values())
+    assert made["here"]["builds"] <= made["torch"]["builds"] == len(made["torch"]["answers"])
 
 
 # -- packages ---------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def probe() -> dict[str, Any]:
-    """Ask torch once what this CPU can do (11 s of compiles). Runs in a worker."""
+    """Ask torch once what this CPU can do (5 s of compiles). Runs in a worker."""
     import json
 
     from neml2_build.toolchain import isa
