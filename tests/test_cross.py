@@ -320,6 +320,8 @@ def toy() -> Any:
     import torch
 
     class Toy(torch.nn.Module):
+        one: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             count = torch.arange(36, dtype=torch.float64).reshape(6, 6)
