@@ -21,7 +21,7 @@ import pytest
 
 from neml2_build import environment as environments
 from neml2_build import toolchain
-from neml2_build.toolchain import isa, prepared, stubs, upstream
+from neml2_build.toolchain import instantiation, isa, prepared, stubs, upstream
 from neml2_build.toolchain.archive import canonicalize_pt2
 from neml2_build.toolchain.seam import Seam, parse
 
@@ -252,7 +252,7 @@ def test_two_folders_give_the_same_bytes_and_share_pieces(tmp_path: Path):
     two = compile_fake(tmp_path, folder, "another/and/longer")
     assert one.read_bytes() == two.read_bytes()
     assert sorted((tmp_path / "prepared").glob("*.json")) == pieces
-    assert len(pieces) == 3  # interface, two headers; no library of torch's is linked, so no stubs
+    assert len(pieces) == 4  # interface, plugin, two headers; no library of torch's is linked, so no stubs
 
 
 def test_changed_header_is_a_new_piece(tmp_path: Path):
@@ -357,6 +357,83 @@ def test_stub_stands_for_a_library(tmp_path: Path):
     assert [path.name for path in folder.iterdir()] == ["libtorch_cpu.so"]
     symbols = subprocess.run(["nm", "-D", folder / "libtorch_cpu.so"], capture_output=True, text=True, check=True).stdout
     assert "aoti_torch_get_dtype" in symbols and "hidden_in_cpp" not in symbols
+
+
+# -- templates --------------------------------------------------------------------------------------------------------
+
+HEADER = """#pragma once
+#include <sstream>
+#include <vector>
+template <class T> struct Kept { ~Kept() { delete kept; } T* kept = new T(1); };
+inline std::string told(const std::vector<Kept<double>>& all) { std::ostringstream s; s << all.size(); return s.str(); }
+"""
+UNIT = """
+extern "C" long length(long n) { std::vector<Kept<double>> all(n); return static_cast<long>(told(all).size()); }
+"""
+
+
+def precompiled(folder: Path, name: str, text: str, *more: str) -> Path:
+    """The object of `UNIT` on top of a precompiled header of *text*."""
+    (folder / f"{name}.h").write_text(text)
+    (folder / "unit.cpp").write_text(UNIT)
+    options = ["-O2", "-fPIC", "-std=c++20", "-Winvalid-pch", "-Werror=invalid-pch"]
+    header = ["-x", "c++-header", f"{name}.h", *more, "-o", f"{name}.h.gch"]
+    for arguments in (header, ["-include", f"{name}.h", "-c", "unit.cpp", "-o", f"{name}.o"]):
+        subprocess.run(["g++", *options, *arguments], cwd=folder, check=True)
+    return folder / f"{name}.o"
+
+
+def test_templates_instantiated_in_a_header_give_the_same_code(tmp_path: Path):
+    instantiation.make(tmp_path, "g++")
+    assert [path.name for path in tmp_path.iterdir()] == [instantiation.PLUGIN]
+    plain = precompiled(tmp_path, "plain", HEADER)
+    early = precompiled(tmp_path, "early", HEADER + instantiation.PRAGMA, f"-fplugin={tmp_path / instantiation.PLUGIN}")
+    assert instantiation.code(plain) == instantiation.code(early)
+    assert (tmp_path / "early.h.gch").stat().st_size > 1.02 * (tmp_path / "plain.h.gch").stat().st_size
+
+
+def test_code_tells_a_function_from_another(tmp_path: Path):
+    objects = []
+    for name, body in (("one", "return x * 2;"), ("two", "return x * 3;")):
+        (tmp_path / f"{name}.cpp").write_text(f"int f(int x) {{ {body} }} int g(int x) {{ return x + 1; }}")
+        subprocess.run(["g++", "-O2", "-c", f"{name}.cpp"], cwd=tmp_path, check=True)
+        objects.append(tmp_path / f"{name}.o")
+    assert instantiation.code(objects[0]) != instantiation.code(objects[1])
+
+
+@pytest.mark.parametrize(
+    ("known", "changed"),
+    [
+        ("at_eof = 1;", ""),  # destructors get other clones, so other symbols
+        ("instantiate_pending_templates", "instantiate_what_waits"),
+        ("PLUGIN_PRAGMAS", "PLUGIN_NEVER"),
+    ],
+    ids=["another code", "no such function", "no such event"],
+)
+def test_plugin_that_does_not_prove_right_is_refused(tmp_path: Path, monkeypatch, known: str, changed: str):
+    source = instantiation._SOURCE
+    assert known in source
+    monkeypatch.setattr(instantiation, "_SOURCE", source.replace(known, changed))
+    with pytest.raises(stubs.NotTheSame):
+        instantiation.make(tmp_path, "g++")
+
+
+def test_compiler_without_plugins_instantiates_for_each_unit(tmp_path: Path, monkeypatch):
+    import shutil
+
+    real = shutil.which("g++")
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "g++"
+    refuse = 'case "$*" in *-fplugin=*) echo "error: no plugins here" >&2; exit 1;; esac'
+    script.write_text(f'#!/bin/sh\n{refuse}\nexec {real} "$@"\n')
+    script.chmod(0o755)
+    with_plugin = compile_fake(tmp_path, fake_torch(tmp_path), "with")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    prepared.programs.cache_clear()
+    note = "templates of headers are instantiated for each graph: g++ does not take the plugin: error: no plugins here"
+    without = compile_fake(tmp_path / "other", fake_torch(tmp_path / "other"), "without", [note])
+    prepared.programs.cache_clear()
+    assert with_plugin.stat().st_size == without.stat().st_size
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------
@@ -677,6 +754,7 @@ from pathlib import Path
 
 import torch
 from neml2_build import toolchain
+from neml2_build.toolchain import seam
 from neml2_build.toolchain.archive import canonicalize_pt2
 
 torch.set_num_threads(1)
@@ -702,6 +780,13 @@ def symbols(path):
     library.write_bytes(out)
     listed = subprocess.run(["nm", "-D", library], capture_output=True, text=True, check=True).stdout
     return sorted(line.split(maxsplit=0 if line[0] == " " else 1)[-1].strip() for line in listed.splitlines())
+
+
+def functions(path):
+    symbols(path)  # unpacks the library
+    listed = subprocess.run(["nm", "-S", path.with_suffix(".so")], capture_output=True, text=True, check=True).stdout
+    sized = [line.split()[1:] for line in listed.splitlines() if len(line.split()) == 4]
+    return sorted((name, kind, size if name.startswith("cpp_fused") else "") for size, kind, name in sized)
 
 
 from torch._inductor import cpu_vec_isa
@@ -734,6 +819,14 @@ repeated = toolchain.lower(
     program(), inductor={}, prepared_dir=folder / "prepared", work_dir=folder / "repeated", stock=False, isa=isa
 )
 toolchain.quick = quick
+with_plugin = seam.Seam._plugin
+seam.Seam._plugin = lambda self, compiler: None
+plain = toolchain.lower(
+    program(), inductor={}, prepared_dir=folder / "prepared", work_dir=folder / "plain", stock=False, isa=isa
+)
+seam.Seam._plugin = with_plugin
+(folder / "plain.pt2").write_bytes(plain.pt2)
+answer["every function"] = functions(folder / "plain.pt2") == functions(folder / "one.pt2")
 answer["same as repeated"] = repeated.pt2 == made["one"].pt2
 answer["notes"] = made["one"].notes + made["two"].notes
 answer["same bytes"] = made["one"].pt2 == made["two"].pt2
@@ -768,5 +861,6 @@ def test_same_symbols_same_bits_same_bytes_as_torch(tmp_path: Path):
     assert answer["notes"] == []
     assert answer["same bytes"] and not answer["folders"]
     assert answer["same as repeated"]
+    assert answer["every function"]
     assert answer["symbols"]
     assert answer["bits"] == [True, True, True]

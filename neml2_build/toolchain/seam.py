@@ -10,9 +10,10 @@ What is done to a graph's commands (torch 2.12.1, g++ 12.2, AVX-512; seconds of 
 ===============  =====  =====  ==========================================================================================
 command          torch  here   how
 ===============  =====  =====  ==========================================================================================
-wrapper.cpp      4.1    0.65   cut in two (`upstream`); a precompiled header for the rest. ``-O1``, as torch: ``-O0`` would
-                               save 0.1 s more, but exports 800 more symbols and makes the library twice as large
-kernel.cpp       0.39   0.34   a precompiled header, as torch; 0.33 of it is reading that. ``-O3``: it is the numbers
+wrapper.cpp      4.1    0.43   cut in two (`upstream`); a precompiled header for the rest, its templates instantiated
+                               (`instantiation`). ``-O1``, as torch: ``-O0`` would save 0.1 s more, but exports 800 more
+                               symbols and makes the library twice as large
+kernel.cpp       0.39   0.11   a precompiled header, as torch, its templates instantiated. ``-O3``: it is the numbers
 weights.S        0.01   0.01   as torch
 link             0.21   0.05   against stubs of torch's libraries (`stubs`)
 ===============  =====  =====  ==========================================================================================
@@ -35,13 +36,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from neml2_build.environment import cpu_flags
-from neml2_build.toolchain import stubs, upstream
+from neml2_build.toolchain import instantiation, stubs, upstream
 from neml2_build.toolchain.archive import STEM
 from neml2_build.toolchain.isa import isa_for
 from neml2_build.toolchain.prepared import compile_noting_files, piece, programs
 
 #: Raised when the same command is answered in another way.
-VERSION = 1
+VERSION = 2
 
 Run = Callable[[str, str], None]
 Way = TypeVar("Way", bound=Run)
@@ -185,7 +186,8 @@ class Seam:
         flags = self._flags(command)
         made = self._piece("interface", command.compiler, flags, [parts.interface], self._make_interface)
         flags = (*flags, *upstream.INLINING)
-        model = self._piece("model header", command.compiler, flags, [upstream.PREFIX + "\n", header], self._make_model_header)
+        texts = [f"{upstream.PREFIX}\n{self._pragma(command.compiler)}", header]
+        model = self._piece("model header", command.compiler, flags, texts, self._make_model_header)
         self._compile(command, cwd, name, parts.model, [f"-I{model / 'overlay'}", "-include", str(model / "model.h"), *flags])
         self._interfaces[command.output] = made / "interface.o"
         return True
@@ -194,7 +196,8 @@ class Seam:
         if not _is_gcc(command.compiler):
             return False
         flags = self._flags(command)
-        made = self._piece("kernel header", command.compiler, flags, [upstream.KERNEL_PREFIX + "\n"], self._make_kernel_header)
+        texts = [f"{upstream.KERNEL_PREFIX}\n{self._pragma(command.compiler)}"]
+        made = self._piece("kernel header", command.compiler, flags, texts, self._make_kernel_header)
         text = Path(command.inputs[0]).read_text(encoding="utf-8")
         self._compile(command, cwd, f"{STEM}.kernel.cpp", text, ["-include", str(made / "kernel.h"), *flags])
         return True
@@ -204,12 +207,12 @@ class Seam:
         if not interfaces:
             return False  # nothing was cut, so nothing is missing
         flags = self._flags(command)
-        stub = self._stub(command, flags)
+        stub = self._stub(command, flags, [Path(name) for name in interfaces])
         folders = [f"-L{stub}"] if stub else []
         _run([command.compiler, *interfaces, *command.inputs, *folders, *flags, "-o", command.output], cwd)
         return True
 
-    def _stub(self, command: Command, flags: Sequence[str]) -> Path | None:
+    def _stub(self, command: Command, flags: Sequence[str], interfaces: Sequence[Path]) -> Path | None:
         """Folder with stubs of torch's libraries for the link *command*, or None where they do not do."""
         names = [flag[2:] for flag in flags if flag.startswith("-l")]
         folder = self.torch_folder / "lib"
@@ -221,17 +224,38 @@ class Seam:
         link = [command.compiler, *flags]
         compiled = [flag for flag in flags if not flag.startswith(("-l", "-L")) and flag != "-shared"]
 
-        def make(into: Path, compiler: str, flags: Sequence[str], texts: Sequence[str]) -> list[Path]:
-            del compiler, flags, texts
+        def make(into: Path) -> None:
+            stubs.make(into, link, compiled, libraries, interfaces)
+
+        otherwise = "linked against torch's libraries themselves"
+        return self._proved("stubs", command.compiler, flags, make, [*libraries.values()], otherwise)
+
+    def _plugin(self, compiler: str) -> Path | None:
+        """The plugin with which g++ instantiates templates in a header, or None where it does not do."""
+        otherwise = "templates of headers are instantiated for each graph"
+        made = self._proved("instantiation", compiler, [], lambda into: instantiation.make(into, compiler), [], otherwise)
+        return made / instantiation.PLUGIN if made else None
+
+    def _pragma(self, compiler: str) -> str:
+        """Last line of a header that is to be precompiled."""
+        return instantiation.PRAGMA if not self.debug and self._plugin(compiler) else ""
+
+    def _proved(
+        self, kind: str, compiler: str, flags: Sequence[str], make: Callable[[Path], None], read: list[Path], otherwise: str
+    ) -> Path | None:
+        """The piece that *make* makes and proves, or None and a note of what is done *otherwise*; *read* and g++ went in."""
+
+        def make_or_tell(into: Path, compiler: str, flags: Sequence[str], texts: Sequence[str]) -> list[Path]:
+            del flags, texts
             try:
-                stubs.make(into, link, compiled, libraries)
+                make(into)
             except (stubs.NotTheSame, subprocess.CalledProcessError, OSError) as error:
                 (into / _REFUSED).write_text(str(error), encoding="utf-8")
-            return [*libraries.values(), *programs(command.compiler)]
+            return [*read, *programs(compiler)]
 
-        made = self._piece("stubs", command.compiler, flags, [], make)
+        made = self._piece(kind, compiler, flags, [], make_or_tell)
         if (made / _REFUSED).exists():
-            self._note(f"linked against torch's libraries themselves: {(made / _REFUSED).read_text(encoding='utf-8')}")
+            self._note(f"{otherwise}: {(made / _REFUSED).read_text(encoding='utf-8')}")
             return None
         return made
 
@@ -276,6 +300,9 @@ class Seam:
 
     def _precompile(self, into: Path, compiler: str, name: str, flags: Sequence[str]) -> list[Path]:
         options = [flag for flag in flags if flag != "-c"]
+        plugin = self._plugin(compiler) if instantiation.PRAGMA in (into / name).read_text(encoding="utf-8") else None
+        if plugin:
+            options.append(f"-fplugin={plugin}")
         return compile_noting_files([compiler, "-x", "c++-header", name, *options, "-w", "-o", f"{name}.gch"], into)
 
     def _note(self, note: str) -> None:

@@ -15,20 +15,18 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 #: The only libraries of a CPU link that are replaced; torch is given as ``-l`` name and ``-L`` folder.
 REPLACED = ("torch", "torch_cpu")
 
 _PROBE = r"""
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 #include <cmath>
 #include <memory>
-#include <regex>
 extern "C" int aoti_torch_get_dtype(void*, int*);
 extern "C" int aoti_torch_empty_strided(long, const long*, const long*, int, int, int, void**);
 extern "C" long probe(void* handle, double* out, std::vector<std::string>& names, long n) {
@@ -36,13 +34,11 @@ extern "C" long probe(void* handle, double* out, std::vector<std::string>& names
   if (aoti_torch_get_dtype(handle, &dtype)) throw std::runtime_error("dtype");
   void* made = nullptr;
   aoti_torch_empty_strided(n, nullptr, nullptr, 0, 0, 0, &made);
-  std::stringstream text;
-  text << dtype << names.size();
-  names.push_back(text.str());
+  names.push_back(std::to_string(dtype));
   auto shared = std::make_shared<std::vector<double>>(static_cast<size_t>(n));
 #pragma omp parallel for
   for (long i = 0; i < n; ++i) out[i] = std::exp(out[i]) + std::pow((*shared)[static_cast<size_t>(i)], out[i]);
-  return static_cast<long>(std::regex_match(text.str(), std::regex("(a|b)(:([0-9]+))?"))) + std::stoi(names.at(0));
+  return std::stoi(names.at(0));
 }
 """
 
@@ -51,7 +47,9 @@ class NotTheSame(Exception):
     """A link against the stubs gave other bytes, or could not be tried."""
 
 
-def make(folder: Path, link: Sequence[str], compile_flags: Sequence[str], libraries: dict[str, Path]) -> Iterable[Path]:
+def make(
+    folder: Path, link: Sequence[str], compile_flags: Sequence[str], libraries: dict[str, Path], beside: Sequence[Path] = ()
+) -> None:
     """Fill *folder* with stubs of *libraries* (``-l`` name -> file) and prove them on a probe.
 
     Parameters
@@ -60,6 +58,8 @@ def make(folder: Path, link: Sequence[str], compile_flags: Sequence[str], librar
         The command of a real link without inputs and output; its ``-L`` folders are where *libraries* lie.
     compile_flags
         What graphs are compiled with.
+    beside
+        Object files that are part of every graph; linked with the probe, which then need not use what they use.
 
     Raises
     ------
@@ -72,14 +72,13 @@ def make(folder: Path, link: Sequence[str], compile_flags: Sequence[str], librar
     probe = folder / "probe.cpp"
     probe.write_text(_PROBE)
     _run([link[0], *compile_flags, "-w", "-c", probe.name, "-o", "probe.o"], folder)
-    inputs = [link[0], "probe.o"]
+    inputs = [link[0], "probe.o", *map(str, beside)]
     _run([*inputs, *link[1:], "-o", "real.so"], folder)
     _run([*inputs, f"-L{folder}", *link[1:], "-o", "stub.so"], folder)
     if _summary(folder / "real.so") != _summary(folder / "stub.so"):
         raise NotTheSame("linking against stubs of torch's libraries does not give the same library here")
     for name in ("probe.cpp", "probe.o", "real.so", "stub.so"):
         (folder / name).unlink()
-    return libraries.values()
 
 
 def _stub(folder: Path, compiler: str, name: str, path: Path, system: set[str]) -> None:
@@ -113,27 +112,27 @@ def _system_symbols(link: Sequence[str]) -> set[str]:
 def _symbols(path: Path) -> list[tuple[str, str]]:
     """Name and kind (as ``nm`` writes it) of every dynamic symbol that the library at *path* defines, without version."""
     found = {}
-    for line in _tell("nm", "-D", "--defined-only", "-P", str(path)).splitlines():
+    for line in tell("nm", "-D", "--defined-only", "-P", str(path)).splitlines():
         symbol, kind = line.split()[:2]
         found.setdefault(symbol.partition("@")[0], kind)
     return list(found.items())
 
 
 def _soname(path: Path) -> str | None:
-    match = re.search(r"^\s*SONAME\s+(\S+)", _tell("objdump", "-p", str(path)), re.MULTILINE)
+    match = re.search(r"^\s*SONAME\s+(\S+)", tell("objdump", "-p", str(path)), re.MULTILINE)
     return match[1] if match else None
 
 
 def _summary(path: Path) -> list[object]:
     """What a program that loads the library at *path* can tell of it, without the order of its symbols."""
-    symbols = sorted(tuple(line.split()[:2]) for line in _tell("nm", "-D", "-P", str(path)).splitlines())
-    private = _tell("objdump", "-p", str(path))
+    symbols = sorted(tuple(line.split()[:2]) for line in tell("nm", "-D", "-P", str(path)).splitlines())
+    private = tell("objdump", "-p", str(path))
     needed = re.findall(r"^\s*(?:NEEDED\s+\S+|0x[0-9a-f]+ 0x[0-9a-f]+ \d+ \S+)$", private, re.MULTILINE)
-    relocations = sorted(tuple(line.split()[2:3]) for line in _tell("readelf", "-rW", str(path)).splitlines())
+    relocations = sorted(tuple(line.split()[2:3]) for line in tell("readelf", "-rW", str(path)).splitlines())
     return [path.stat().st_size, symbols, sorted(" ".join(line.split()[:2] + line.split()[3:]) for line in needed), relocations]
 
 
-def _tell(tool: str, *arguments: str) -> str:
+def tell(tool: str, *arguments: str) -> str:
     found = shutil.which(tool)
     if found is None:
         raise NotTheSame(f"there is no {tool} to look at torch's libraries with")
