@@ -129,7 +129,7 @@ class Build:
         self._answers: dict[str, dict[str, Any]] = {}
         self._answer_locks: dict[str, threading.Lock] = {}
         self._answers_lock = threading.Lock()
-        self._ahead = False
+        self._ahead: threading.Thread | None = None
         self._connected = store is not None
         self._connecting = threading.Lock()
         self._models: dict[str, list] = {}
@@ -280,18 +280,42 @@ class Build:
             return None
         return self._ask("probe", self.environment.for_lowering("native"), lower.probe)
 
-    def ask_ahead(self) -> None:
-        """Have `isa` asked beside the first exports: it takes 5 s on a machine that is new."""
-        with self._answers_lock:
-            if self._ahead or self.compiler_name != RealCompiler.name or self.stock:
-                return
-            self._ahead = True
+    def ask_ahead(self, target: Target) -> None:
+        """Have what is made once a machine made beside the first exports, of which that of *target* is one.
+
+        On a machine that is new, `isa` takes 5 s, and then the pieces that code for the CPU needs 20.
+        """
 
         def ask() -> None:
             with contextlib.suppress(Exception):
-                self.isa()
+                key, _ = self.isa_key()
+                known = self.store.find(key) is not None or self._answer_of_machine(key) is not None
+                pieces = any(self.machine.glob("*.json"))
+                isa = self.isa()
+                if not (known and pieces) and isa is not None and "cpu" in target.devices:
+                    self._prepare(isa, target.march)
 
-        threading.Thread(target=ask, daemon=True).start()
+        with self._answers_lock:
+            if self._ahead is None and self.compiler_name == RealCompiler.name and not self.stock:
+                self._ahead = threading.Thread(target=ask, daemon=True)
+                self._ahead.start()
+
+    def _prepare(self, isa: dict[str, Any], march: str) -> None:
+        request = lower.Preparation(
+            march=march,
+            threads=self.environment.threads_for(march),
+            isa=isa,
+            prepared=str(self.machine),
+            work=str(self.work()),
+        )
+        done = self.compiler.prepare(request).result()
+        self.journal.tell("job-end", stage="prepare", seconds=done.usage.seconds)
+
+    def work(self) -> Path:
+        """Folder in which lowerings make their scratch folders."""
+        folder = self.cache / "tmp" / "work"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def check_inductor(self, target: Target) -> None:
         """Raise `RequestError` if *target* sets an option that this torch's inductor does not have, or to a wrong type."""

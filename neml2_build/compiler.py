@@ -26,6 +26,9 @@ from neml2_build.identity import REAL
 from neml2_build.stages import export, lower
 from neml2_build.workers import Done, ForkExecutor, Near
 
+#: Priority of what many jobs wait for.
+_FIRST = 1e9
+
 
 class Compiler(Protocol):
     """Makes graphs of slices and packages of graphs. Futures give `Done`."""
@@ -38,6 +41,10 @@ class Compiler(Protocol):
 
     def lower(self, request: lower.Request, *, priority: float, near: Near | None) -> Future:
         """Lower a graph: `lower.Result`."""
+        ...
+
+    def prepare(self, request: lower.Preparation) -> Future:
+        """Make what is made once a machine; graphs that would need it before it is there are lowered after it."""
         ...
 
     def run(self, function: Any, *arguments: Any) -> Future:
@@ -61,16 +68,22 @@ class RealCompiler:
 
     def __init__(self, jobs: int, environment: Mapping[str, str], logs: Path, *, few: bool = False) -> None:
         self._executor = ForkExecutor(jobs, environment, logs, few=few, memory=available_memory())
+        self._prepared: Future | None = None
 
     def export(self, request: export.Request, *, priority: float, cwd: str) -> Future:
         return self._executor.call(export.job, request, priority=priority, cwd=cwd, memory=request.memory)
 
     def lower(self, request: lower.Request, *, priority: float, near: Near | None) -> Future:
         memory = lower.memory_of(request.operations)
-        return self._executor.call(lower.job, request, priority=priority, near=near, memory=memory)
+        after = self._prepared if request.operations < lower.LARGE else None
+        return self._executor.call(lower.job, request, priority=priority, near=near, memory=memory, after=after)
+
+    def prepare(self, request: lower.Preparation) -> Future:
+        self._prepared = self._executor.call(lower.prepare, request, priority=_FIRST, memory=lower.memory_of(0))
+        return self._prepared
 
     def run(self, function: Any, *arguments: Any) -> Future:
-        return self._executor.call(function, *arguments, priority=1e9)  # many jobs may wait for this answer
+        return self._executor.call(function, *arguments, priority=_FIRST)
 
     @property
     def torch_imported(self) -> bool:
@@ -103,6 +116,9 @@ class FakeCompiler:
 
     def lower(self, request: lower.Request, *, priority: float, near: Near | None) -> Future:
         return self._pool.submit(self._done, "lower", request.graph, self._lower, request)
+
+    def prepare(self, request: lower.Preparation) -> Future:
+        return self._pool.submit(self._done, "prepare", "", str, "")
 
     def run(self, function: Any, *arguments: Any) -> Future:
         return self._pool.submit(self._done, "run", "", function, *arguments)

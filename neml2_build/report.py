@@ -276,7 +276,7 @@ def _stage_seconds(events: Sequence[Event], spans: Sequence[trace.Span]) -> dict
     return found
 
 
-_UNITS = {"lower": "graphs", "export": "models", "probe": "machine", "inductor": "machine"}
+_UNITS = {"lower": "graphs", "export": "models", "probe": "machine", "prepare": "machine", "inductor": "machine"}
 
 
 def _stages(events: Sequence[Event], spans: Sequence[trace.Span], earlier: Sequence[Sequence[Event]]) -> list[dict[str, Any]]:

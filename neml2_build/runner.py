@@ -109,7 +109,8 @@ def run_tasks(build: Build, stale: Sequence[TargetRun], *, keep_going: bool) -> 
     tasks = list(generate_tasks("neml2", tasks_of(stale, keep_going=keep_going)))
     # Target by target, not stage by stage as doit's groups would have it: graphs are lowered while the process that captured
     # them lives, and what is finished first is published first.
-    threads = max(2, min(len(stale) * 2, 2 * build.jobs + 2))
+    # More than run at once: the order of jobs is chosen among those that were asked for, of which some wait (`ask_ahead`).
+    threads = max(2, min(len(stale) * 2, 2 * build.jobs + 8))
     config = {
         "backend": "memory",
         "dep_file": "unused",

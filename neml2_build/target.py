@@ -613,7 +613,7 @@ class TargetRun:
         if digests != made_of["files"]:
             return None, []
         stats = [environments.signature(path) for path in paths]
-        self.build.ask_ahead()
+        self.build.ask_ahead(self.target)
         done = self.build.compiler.export(request, priority=self.priority("export"), cwd=str(self.build.root)).result()
         result: export.Result = done.value
         store = self.build.store
@@ -848,8 +848,6 @@ class TargetRun:
 
     def _lower_request(self, graph: GraphRef, device: str, made_of: dict[str, Any]) -> lower.Request:
         build, target = self.build, self.target
-        work = build.cache / "tmp" / "work"
-        work.mkdir(parents=True, exist_ok=True)
         return lower.Request(
             graph=graph.digest,
             program=self._program(graph),
@@ -859,7 +857,7 @@ class TargetRun:
             threads=build.environment.threads_for(target.march),
             isa=build.isa(),
             prepared=str(build.machine),
-            work=str(work),
+            work=str(build.work()),
             stock=build.stock,
             untested=build.untested,
             operations=graph.operations,

@@ -181,4 +181,4 @@ def longest_chain(events: Sequence[Event]) -> list[Span]:
     return sorted(best, key=lambda span: (_ORDER.get(span.stage.partition("-")[0], 2), span.begin))
 
 
-_ORDER = {"probe": -1, "inductor": -1, "parse": 0, "export": 1, "lower": 2, "package": 3, "stub": 4}
+_ORDER = {"probe": -1, "inductor": -1, "prepare": -1, "parse": 0, "export": 1, "lower": 2, "package": 3, "stub": 4}

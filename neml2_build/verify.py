@@ -237,9 +237,7 @@ def rebuild(build: Build, run: TargetRun, count: int) -> list[dict[str, Any]]:
     chosen = random.Random(SEED).sample(pool, min(count, len(pool)))
     for (name, _, program, packages), device in chosen:
         made_of = record_of(run, f"lower-{device}").made_of[name]
-        work = build.cache / "tmp" / "work"
-        work.mkdir(parents=True, exist_ok=True)
-        request = lower_request(run, made_of, _read(run, program, name, None), str(work))
+        request = lower_request(run, made_of, _read(run, program, name, None), str(build.work()))
         future = build.compiler.lower(request, priority=0.0, near=None)
         again = digest(future.result().value.package)
         rows.append(

@@ -100,6 +100,7 @@ class ForkExecutor(Executor):
         self._queue: list[tuple[float, int, Call, Near | None, Future, int]] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
+        self._held: set[Future] = set()
         self._running: dict[int, Future] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -138,6 +139,7 @@ class ForkExecutor(Executor):
         near: Near | None = None,
         cwd: str | None = None,
         memory: int = 0,
+        after: Future | None = None,
     ) -> Future:
         """As `submit`, with a result of type `Done`.
 
@@ -151,19 +153,33 @@ class ForkExecutor(Executor):
             Working directory of the job.
         memory
             Bytes that it is expected to take.
+        after
+            Wait for this one, however it ends, while other jobs run.
         """
         future: Future = Future()
         log = self._folder / f"{os.getpid()}-{next(self._order)}.log"
         call = Call(f"{fn.__module__}:{fn.__qualname__}", args, str(log), cwd or str(self._folder))
+
+        def enter(_: Future | None = None) -> None:
+            with self._wake:
+                if future not in self._held:
+                    return  # cancelled by a shutdown
+                self._held.remove(future)
+                heapq.heappush(self._queue, (-priority, next(self._order), call, near, future, memory))
+                if len(self._threads) < self.jobs:
+                    thread = threading.Thread(target=self._serve, daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+                self._wake.notify()
+
         with self._wake:
             if self._closed:
                 raise RuntimeError("the executor is shut down")
-            heapq.heappush(self._queue, (-priority, next(self._order), call, near, future, memory))
-            if len(self._threads) < self.jobs:
-                thread = threading.Thread(target=self._serve, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._wake.notify()
+            self._held.add(future)
+        if after is None:
+            enter()
+        else:
+            after.add_done_callback(enter)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -171,6 +187,8 @@ class ForkExecutor(Executor):
         with self._wake:
             self._closed = True
             if cancel_futures:
+                while self._held:
+                    self._held.pop().cancel()
                 while self._queue:
                     heapq.heappop(self._queue)[4].cancel()
                 for pid in list(self._running):
@@ -195,10 +213,10 @@ class ForkExecutor(Executor):
     def _serve(self) -> None:
         while True:
             with self._wake:
-                while not (self._queue and self._fits(self._queue[0][5])) and not (self._closed and not self._queue):
+                while not (self._queue and self._fits(self._queue[0][5])):
+                    if self._closed and not self._queue and not self._held:
+                        return
                     self._wake.wait()
-                if not self._queue:
-                    return
                 _, _, call, near, future, memory = heapq.heappop(self._queue)
                 self._taken.append(memory)
             try:

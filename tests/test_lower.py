@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import worker_jobs as jobs
 from conftest import ROOT, Kept, Project, command
 from test_export import RATES, capture, rewritten
 
-from neml2_build.compiler import RealCompiler
+from neml2_build.compiler import FakeCompiler, RealCompiler
+from neml2_build.manifest import Model
 from neml2_build.stages import lower
 
 PARTS: dict[str, Any] = {
@@ -139,6 +141,56 @@ def data_is_pickle(program: bytes, wanted: str) -> bool:
             if info.filename.partition("/")[2] == wanted:
                 return archive.read(info)[:2] in (b"\x80\x02", b"\x80\x04", b"\x80\x05", b"PK")
     return False
+
+
+class TestOnceAMachine:
+    """What is asked and made once a machine, beside the first captures; the answer itself is a stand-in."""
+
+    @pytest.fixture
+    def prepared(self, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        machine = tmp_path / "machine"
+        project.environ["NEML2_BUILD_MACHINE"] = str(machine)
+        monkeypatch.setattr(lower, "probe", lambda: {"picked": "VecAVX2"})
+
+        class Compiler(FakeCompiler):
+            name = RealCompiler.name
+
+            def prepare(self, request: lower.Preparation) -> Future:
+                asked.append(request)
+                (machine / "a.json").write_text("{}")
+                return super().prepare(request)
+
+        asked: list[lower.Preparation] = []
+
+        def ask(**options: Any) -> list[lower.Preparation]:
+            asked.clear()
+            build = project.start(compiler=Compiler(1), **options)
+            for _ in range(2):
+                build.ask_ahead(build.select()[0].target)
+            if build._ahead is not None:
+                build._ahead.join()
+            build.close()
+            return list(asked)
+
+        return ask
+
+    def test_pieces_are_made_after_the_first_answer_and_not_again(self, prepared: Any, project: Project) -> None:
+        (request,) = prepared()
+        assert request.isa == {"picked": "VecAVX2"} and request.march == "native"
+        assert Path(request.work).is_dir()
+        assert prepared() == []
+        shutil.rmtree(project.cache)  # another project of this machine
+        assert prepared() == []
+
+    def test_pieces_that_are_gone_are_made_again(self, prepared: Any, tmp_path: Path) -> None:
+        prepared()
+        (tmp_path / "machine" / "a.json").unlink()
+        assert len(prepared()) == 1
+
+    def test_with_the_stock_toolchain_or_without_a_cpu_target_nothing_is_made(self, prepared: Any, project: Project) -> None:
+        assert prepared(stock=True) == []
+        project.models = [Model(input="a.i", model="eq", devices=["cuda"], cuda_arch=["sm_80"])]
+        assert prepared() == []
 
 
 @pytest.mark.real

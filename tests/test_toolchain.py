@@ -807,12 +807,19 @@ with toolchain.prime(isa) as notes:
 answer["isa"] = [str(picked) == isa["picked"], picked.build_arch_flags() == isa["flags"], len(started), notes]
 subprocess.Popen.__init__ = stock_popen
 
+def pieces():
+    return sorted(path.name for path in (folder / "prepared").glob("*.json"))
+
+
+toolchain.prepare(inductor={}, prepared_dir=folder / "prepared", work_dir=folder / "prepare", isa=isa)
+before = pieces()
 made = {}
 for name, stock, work in (("stock", True, "w"), ("one", False, "one"), ("two", False, "another/and/longer")):
     made[name] = toolchain.lower(
         program(), inductor={}, prepared_dir=folder / "prepared", work_dir=folder / work, stock=stock, isa=isa
     )
     (folder / f"{name}.pt2").write_bytes(made[name].pt2)
+answer["pieces"] = [len(before), pieces() == before]
 quick = toolchain.quick
 toolchain.quick = lambda: contextlib.nullcontext([])
 repeated = toolchain.lower(
@@ -862,5 +869,6 @@ def test_same_symbols_same_bits_same_bytes_as_torch(tmp_path: Path):
     assert answer["same bytes"] and not answer["folders"]
     assert answer["same as repeated"]
     assert answer["every function"]
+    assert answer["pieces"] == [5, True]
     assert answer["symbols"]
     assert answer["bits"] == [True, True, True]

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Executor, Future
@@ -134,9 +135,7 @@ class TestMemory:
     """With the real queue and threads, and jobs that only wait: what matters is which of them run at once."""
 
     @pytest.fixture
-    def gate(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-        import threading
-
+    def gate(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         running: list[str] = []
         seen: list[tuple[str, ...]] = []
         lock, go = threading.Lock(), threading.Event()
@@ -175,6 +174,52 @@ class TestMemory:
     def test_without_a_bound_or_a_need_nothing_waits(self, gate: Any) -> None:
         assert max(map(len, gate(None, *((name, 50) for name in "abcd")))) > 1
         assert max(map(len, gate(10, *((name, 0) for name in "abcd")))) > 1
+
+
+class TestAfter:
+    """A job that waits for another holds no worker. The jobs themselves are replaced: the order is what is looked at."""
+
+    @pytest.fixture()
+    def one_worker(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkExecutor]:
+        executor = ForkExecutor(1, {}, tmp_path)
+        monkeypatch.setattr(ForkExecutor, "_run", lambda self, call, near, future: call.arguments[0])
+        yield executor
+        executor.shutdown(cancel_futures=True)
+
+    @pytest.mark.parametrize("end", ["value", "error", "cancel"])
+    def test_it_waits_while_others_run_however_the_first_ends(self, one_worker: ForkExecutor, end: str) -> None:
+        first: Future = Future()
+        held = one_worker.call(jobs.add, "held", priority=9.0, after=first)
+        assert result(one_worker.call(jobs.add, "other")) == "other"
+        assert not held.done()
+        if end == "value":
+            first.set_result(None)
+        elif end == "error":
+            first.set_exception(OSError())
+        else:
+            first.cancel()
+        assert result(held) == "held"
+
+    def test_of_what_is_done_already_nothing_waits(self, one_worker: ForkExecutor) -> None:
+        first = one_worker.call(jobs.add, "first")
+        result(first)
+        assert result(one_worker.call(jobs.add, "second", after=first)) == "second"
+
+    def test_a_shutdown_waits_for_it(self, one_worker: ForkExecutor) -> None:
+        first: Future = Future()
+        held = one_worker.call(jobs.add, "held", after=first)
+        result(one_worker.call(jobs.add, "other"))
+        threading.Timer(0.2, first.set_result, [None]).start()
+        one_worker.shutdown()
+        assert held.done() and result(held) == "held"
+
+    def test_a_shutdown_that_cancels_cancels_it(self, one_worker: ForkExecutor) -> None:
+        first: Future = Future()
+        held = one_worker.call(jobs.add, "held", after=first)
+        one_worker.shutdown(cancel_futures=True)
+        with pytest.raises(CancelledError):
+            result(held)
+        first.set_result(None)  # too late, and no harm
 
 
 class TestFailures:

@@ -70,6 +70,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     operations: int = 0
 
 
+#: A graph of so many operations keeps torch's Python busy for longer than it takes to `prepare` what the compiler needs then.
+LARGE = 1500
+
+
 def memory_of(operations: int) -> int:
     """Bytes that lowering a graph of so many operations takes at most: its process, and the compiler beside it.
 
@@ -99,6 +103,33 @@ def probe() -> dict[str, Any]:
         answers = isa.probe()
     # Plain values only: torch's version is a class of torch, which the process that asked would import to unpickle it.
     return json.loads(json.dumps(answers))
+
+
+class Preparation(msgspec.Struct, frozen=True, kw_only=True):
+    """What `prepare` is sent; fields as in `Request`."""
+
+    march: str
+    threads: int
+    isa: dict[str, Any]
+    prepared: str
+    work: str
+
+
+def prepare(request: Preparation) -> None:
+    """Make the pieces of the toolchain that graphs for the CPU share (20 s of g++), by lowering a small one. Runs in a worker.
+
+    Two graphs that come first would want the same pieces in the same order: one would make them, the other wait in its worker.
+    """
+    from neml2_build import toolchain
+
+    with tempfile.TemporaryDirectory(dir=request.work, ignore_cleanup_errors=True) as work:
+        toolchain.prepare(
+            inductor={"cpp.threads": request.threads},
+            prepared_dir=Path(request.prepared),
+            work_dir=Path(work),
+            isa=request.isa,
+            march=request.march,
+        )
 
 
 def inductor_options() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from neml2_build.toolchain import archive, prepared, seam, upstream
 from neml2_build.toolchain.isa import isa_for, prime, probe, silent
 from neml2_build.toolchain.quick import quick
 
-__all__ = ["Lowered", "identity", "isa_for", "lower", "prime", "probe", "quick", "warm"]
+__all__ = ["Lowered", "identity", "isa_for", "lower", "prepare", "prime", "probe", "quick", "warm"]
 
 #: Raised when `lower` makes other bytes of the same program.
 VERSION = 1
@@ -171,6 +171,13 @@ def warm() -> str | None:
     finally:
         config.aot_inductor.metadata = metadata
     return None
+
+
+def prepare(
+    *, inductor: Mapping[str, Any], prepared_dir: Path, work_dir: Path, isa: dict[str, Any] | None, march: str = "native"
+) -> None:
+    """Make the pieces that every graph needs, by lowering a small one; parameters as of `lower`. Runs in a worker."""
+    lower(_small(), inductor=inductor, prepared_dir=prepared_dir, work_dir=work_dir, isa=isa, march=march)
 
 
 def _small() -> Any:
