@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from neml2_build.toolchain.quick import quick
+from neml2_build.toolchain.quick import CAPTURE, LOWERING, applied
 
 pytestmark = pytest.mark.real
 
@@ -52,7 +52,7 @@ def test_nothing_is_left_behind() -> None:
         return [getattr(owner, name) for owner, name in places]
 
     before = now()
-    with pytest.raises(ZeroDivisionError), quick() as notes:
+    with pytest.raises(ZeroDivisionError), applied(LOWERING) as notes:
         assert notes == []
         assert all(one is not other for one, other in zip(before, now(), strict=True))
         raise ZeroDivisionError
@@ -65,7 +65,7 @@ def test_what_torch_does_not_have_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 
     stock = OrderedSet.__and__
     monkeypatch.setattr(cpp, "stride_at", lambda index, var: index)
-    with quick() as notes:
+    with applied(LOWERING) as notes:
         assert len(notes) == 1 and "all strides" in notes[0]
         assert OrderedSet.__and__ is not stock
 
@@ -88,14 +88,14 @@ def test_sets_have_the_order_of_the_stock_ones() -> None:
         return [[(type(made), list(made)) for made in both] for both in found]
 
     stock = results()
-    with quick():
+    with applied(LOWERING):
         assert results() == stock
 
 
 def test_a_union_is_another_set() -> None:
     from torch.utils._ordered_set import OrderedSet
 
-    with quick():
+    with applied(LOWERING):
         one, other = OrderedSet([1]), OrderedSet([2])
         both = one | other
         both.add(3)
@@ -135,7 +135,7 @@ def test_ranges_and_strides_are_the_stock_ones() -> None:
         return [strides, met]
 
     stock = results()
-    with quick():
+    with applied(LOWERING):
         assert results() == stock == results()
 
 
@@ -148,7 +148,7 @@ def test_rules_of_dtypes_are_made_when_there_are_more(monkeypatch: pytest.Monkey
     made = []
     stock = Handler.__init__
     monkeypatch.setattr(Handler, "__init__", lambda self: (made.append(1), stock(self))[1])
-    with quick():
+    with applied(LOWERING):
         assert Handler() is Handler() and len(made) == 1
         assert Handler().lt() is torch.bool
         rules = dict(utils.op_dtype_propagation_rules)
@@ -186,7 +186,7 @@ def test_trees_are_the_stock_ones() -> None:
         return [repr((kind, [type(one) for one in kind])) for kind in (made, only)] + seen
 
     stock = results()
-    with quick():
+    with applied(LOWERING):
         assert results() == stock
 
 
@@ -225,7 +225,7 @@ def test_sizes_are_the_stock_ones() -> None:
         return made
 
     stock = results()
-    with quick():
+    with applied(LOWERING):
         assert results() == stock == results()
 
 
@@ -243,7 +243,7 @@ def test_an_expression_follows_what_is_learned_of_it() -> None:
 
     stock = results()
     assert stock == ["2*u0", "22", "22", "22"]
-    with quick():
+    with applied(LOWERING):
         assert results() == stock
 
 
@@ -259,7 +259,7 @@ def test_dependencies_hash_as_before() -> None:
         return MemoryDep("buf0", 3 * x, (x,), (size,))
 
     stock = hash(make())
-    with quick():
+    with applied(LOWERING):
         one = make()
         assert hash(one) == hash(one) == hash(make()) == stock
         assert one == make() and repr(one) == repr(make())
@@ -278,7 +278,7 @@ def test_settings_are_the_stock_ones(monkeypatch: pytest.MonkeyPatch) -> None:
         return [repr(ConfigModule.__getattr__(config, name)) for name in names]
 
     stock = results()
-    with quick():
+    with applied(LOWERING):
         assert results() == stock and len(stock) > 100
         with config.patch({"max_fusion_size": 7, "cpp.threads": 3}):
             assert config.max_fusion_size == 7 and config.cpp.threads == 3
@@ -315,7 +315,7 @@ def test_nodes_are_run_as_before_where_their_meta_is_preserved() -> None:
 
     stock = results()
     assert stock[2:] == [None, None, "relu", "add"]
-    with quick():
+    with applied(LOWERING):
         assert results() == stock
 
 
@@ -330,7 +330,7 @@ def test_simplified_once() -> None:
         return [(made, type(made)) for made in map(simplify, (*asked, 3, "x + x"))]
 
     stock = results()
-    with quick():
+    with applied(LOWERING):
         assert results() == stock == results()
         assert sympy.simplify(asked[0], ratio=1) == asked[0]
 
@@ -367,7 +367,7 @@ def test_pairs_of_nodes_are_judged_as_before(sizes: tuple[str, str], monkeypatch
 
     def run(check: Any, scheduler: Any) -> tuple[bool, ...]:
         monkeypatch.setattr(Scheduler, "get_possible_fusions", check)
-        with quick() if fast else contextlib.nullcontext():
+        with applied(LOWERING) if fast else contextlib.nullcontext():
             return Scheduler.get_possible_fusions(scheduler, [], False)  # type: ignore[return-value]
 
     fast = False
@@ -376,3 +376,47 @@ def test_pairs_of_nodes_are_judged_as_before(sizes: tuple[str, str], monkeypatch
     asked.clear()
     assert [results(score) for score in (0, 1, 10)] == stock
     assert 0 < len(asked) < often
+
+
+def test_a_program_is_saved_as_the_stock_way_saves_it() -> None:
+    import io
+    import zipfile
+
+    import torch
+    from torch._export.serde import serialize
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Any, y: Any) -> Any:
+            return torch.linalg.solve(x @ y + self.one, y).sum(-1), torch.cat([x, y * x.shape[0]])
+
+        one = torch.eye(3, dtype=torch.float64)
+
+    def saved() -> dict[str, bytes]:
+        x = torch.ones(2, 3, 3, dtype=torch.float64)
+        batch = torch.export.Dim("batch", min=2, max=1 << 20)
+        made = io.BytesIO()
+        torch.export.save(torch.export.export(Model(), (x, 2 * x), dynamic_shapes=({0: batch}, {0: batch})), made)
+        with zipfile.ZipFile(made) as archive:
+            return {name: archive.read(name) for name in archive.namelist() if "serialization_id" not in name}
+
+    stock, canonical = saved(), serialize.canonicalize
+    traces, *others = CAPTURE  # the notes of where an operation was written are in the file
+    assert "traces" in traces.__name__
+    with applied(others) as notes:
+        assert notes == []
+        assert serialize.canonicalize is not canonical
+        assert saved() == stock
+    assert serialize.canonicalize is canonical
+
+
+def test_a_canonical_form_that_is_used_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._export.serde import serialize
+
+    def serialize_(self: Any, program: Any) -> Any:
+        return serialize.canonicalize(program)
+
+    canonical = serialize.canonicalize
+    monkeypatch.setattr(serialize.ExportedProgramSerializer, "serialize", serialize_)
+    with applied(CAPTURE) as notes:
+        assert serialize.canonicalize is canonical
+    assert len(notes) == 1 and "canonical form" in notes[0]

@@ -116,7 +116,7 @@ def lower(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)
         notes += stack.enter_context(prime(isa, march))
-        notes += stack.enter_context(quick())
+        notes += stack.enter_context(quick.applied(quick.LOWERING))
         level = isa_for(march)
         if level is not None:
             options = {"cpp.simdlen": level.simdlen, **options}

@@ -134,7 +134,7 @@ def job(request: Request) -> Result | Stay:
     from neml2.cli._extensions import load_user_extensions
     from neml2.cli.aoti_export import export_model_for_aoti
 
-    from neml2_build.toolchain.quick import quick, without_traces
+    from neml2_build.toolchain import quick
 
     sys.dont_write_bytecode = True
     with tempfile.TemporaryDirectory(prefix="neml2-build-") as folder:
@@ -144,7 +144,7 @@ def job(request: Request) -> Result | Stay:
         seam = Seam()
         try:
             load_user_extensions(list(request.load))
-            with _input_file(request) as lookups, seam.instead_of_lowering(), uncollected(), quick(without_traces):
+            with _input_file(request) as lookups, seam.instead_of_lowering(), uncollected(), quick.applied(quick.CAPTURE):
                 export_model_for_aoti(request.input, request.model, folder, **request.options)
                 metadata = (Path(folder) / "metadata.json").read_bytes()
                 random = _random_tensors(request, lookups)

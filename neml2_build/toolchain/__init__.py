@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from neml2_build.environment import package_folder
-from neml2_build.toolchain import archive, prepared, seam, upstream
+from neml2_build.toolchain import archive, prepared, quick, seam, upstream
 from neml2_build.toolchain.isa import isa_for, prime, probe, silent
-from neml2_build.toolchain.quick import quick
 
-__all__ = ["Lowered", "identity", "isa_for", "lower", "prepare", "prime", "probe", "quick", "warm"]
+__all__ = ["Lowered", "identity", "isa_for", "lower", "prepare", "prime", "probe", "warm"]
 
 #: Raised when `lower` makes other bytes of the same program.
 VERSION = 1
@@ -111,7 +110,7 @@ def lower(
         if device == "cpu":
             notes += stack.enter_context(prime(isa, march))
         if not stock and not debug:
-            notes += stack.enter_context(quick())
+            notes += stack.enter_context(quick.applied(quick.LOWERING))
         used = _install(stack, prepared_dir, stock, march, debug, notes) if device == "cpu" else None
         package = work / f"{archive.ROOT}.pt2"
         options = _options(inductor, fast=used is not None and not stock, march=march, debug=debug)
