@@ -114,13 +114,17 @@ def preload(*, tables: bool = True) -> None:
 
     With *tables*, also fill inductor's, which takes as long as it saves four lowerings.
     """
+    os.environ["SYMPY_CACHE_SIZE"] = "200000"  # read at import; by default 1,000 answers, too few for a large graph: 4 %
     for name in PRELOAD:
         try:
             importlib.import_module(name)
         except ImportError:
             if name in ("torch", "neml2"):
                 raise
+    import sympy  # noqa: F401 - as torch has it
     import torch
+
+    del os.environ["SYMPY_CACHE_SIZE"]
 
     torch.set_num_threads(1)
     from neml2_build import toolchain
