@@ -83,7 +83,7 @@ def used_by(build: Build) -> set[str]:
 def sweep_pieces(folder: Path, *, now: float | None = None) -> int:
     """Remove prepared pieces (see `neml2_build.toolchain.prepared`) that nobody used for a week: how many.
 
-    A pointer is stamped when its piece is used. One piece is 0.5 to 141 MB, and each torch or compiler makes its own.
+    A pointer is stamped when its piece is used. One piece is up to 161 MB, and each torch or compiler makes its own.
     """
     moment = time.time() if now is None else now
     removed = 0
