@@ -77,7 +77,7 @@ class Build:
         Who compiles, instead of NEML2 and torch.
     environ
         The process environment. NEML2_BUILD_MACHINE names a folder for what is made once a machine (what torch says of the
-        CPU, precompiled headers: 270 MB), to share among projects; by default each cache has its own.
+        CPU, precompiled headers: 300 MB), to share among projects; by default each cache has its own.
     journal
         Who is told what happens.
     untested

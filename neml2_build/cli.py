@@ -489,6 +489,8 @@ def explain_command(names: tuple[str, ...], manifest: str | None, as_json: bool)
             if stage["what"] == "up-to-date":
                 ran = f"last {last['outcome']} {last['when']}: {'; '.join(last['reasons'])}" if last else "up to date"
                 click.echo(f"  {stage['stage']:12} up to date ({ran})")
+                for note in last.get("notes", ()) if last else ():
+                    click.echo(f"               note: {note}")
             else:
                 detail = f" ({stage['detail']})" if stage["detail"] else ""
                 click.echo(f"  {stage['stage']:12} would {'run' if stage['what'] == 'unknown' else stage['what']}{detail}")
@@ -506,11 +508,13 @@ def _last(run: TargetRun, stage: str) -> dict[str, Any] | None:
     if record is None:
         return None
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.time))
+    notes = sorted({note for found in record.info.get("notes", {}).values() for note in found})
     return {
         "outcome": record.outcome,
         "when": when,
         "seconds": record.seconds,
         "reasons": [str(reason) for reason in record.reasons],
+        **({"notes": notes} if notes else {}),
     }
 
 

@@ -30,7 +30,7 @@ OWN_VARIABLES = {
     remote.WRITE_VARIABLE: "`1`: this machine writes to the shared store (also `remote-write`)",
     remote.AUTHORIZATION_VARIABLE: "value of the `Authorization` header for a shared store over HTTP",
     "NEML2_BUILD_SIGNING_KEY": "text of the secret key to sign with (also `signing-key`)",
-    "NEML2_BUILD_MACHINE": "folder for what is made once a machine (precompiled headers, what torch says of the CPU; 270 MB), "
+    "NEML2_BUILD_MACHINE": "folder for what is made once a machine (precompiled headers, what torch says of the CPU; 300 MB), "
     "to share among projects; by default each cache has its own",
     "NEML2_BUILD_COMPILER": "`fake`: deterministic bytes in place of NEML2 and torch, for tests of a build set-up; "
     "nothing that it makes is mistaken for compiled code",

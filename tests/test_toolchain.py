@@ -336,6 +336,24 @@ def test_damaged_pointer_is_a_missing_piece(tmp_path: Path, damage: str):
     assert json.loads(pointer.read_text())["files"] == {}
 
 
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_piece_that_is_not_whole_is_made_again(tmp_path: Path, damage: str):
+    def make(into: Path) -> list[Path]:
+        (into / "folder").mkdir()
+        (into / "folder" / "header.gch").write_bytes(bytes(100))
+        return []
+
+    first = prepared.piece(tmp_path, [], make)
+    assert prepared.piece(tmp_path, [], make) == first
+    file = first / "folder" / "header.gch"
+    if damage == "cut":
+        os.truncate(file, 10)
+    else:
+        file.unlink()
+    second = prepared.piece(tmp_path, [], make)
+    assert second != first and prepared.piece(tmp_path, [], make) == second
+
+
 def test_make_rules_are_read_with_blanks_and_continuations():
     rule = "a.o: a.cpp /usr/include/x.h \\\n /opt/my\\ torch/y.h \\\n  z.h\n\nother: b\n"
     assert prepared.rule_prerequisites(rule) == ["a.cpp", "/usr/include/x.h", "/opt/my torch/y.h", "z.h"]
@@ -434,6 +452,15 @@ def test_compiler_without_plugins_instantiates_for_each_unit(tmp_path: Path, mon
     without = compile_fake(tmp_path / "other", fake_torch(tmp_path / "other"), "without", [note])
     prepared.programs.cache_clear()
     assert with_plugin.stat().st_size == without.stat().st_size
+
+
+@pytest.mark.parametrize("end", ["kill -9 $$", 'echo "g++: fatal error: Killed signal terminated program cc1plus" >&2; exit 1'])
+def test_compiler_that_is_killed_is_not_taken_for_one_without_plugins(tmp_path: Path, end: str):
+    script = tmp_path / "g++"
+    script.write_text(f"#!/bin/sh\n{end}\n")
+    script.chmod(0o755)
+    with pytest.raises(OSError, match="killed"):
+        instantiation.make(tmp_path, str(script))
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------

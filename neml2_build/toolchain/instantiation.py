@@ -16,10 +16,9 @@ numbers of declarations).
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
-from neml2_build.toolchain.stubs import NotTheSame, tell
+from neml2_build.toolchain.stubs import NotTheSame, run_to_its_end, tell
 
 #: What the plugin makes of a header's last line; a g++ without the plugin ignores it.
 PRAGMA = "#pragma neml2_build instantiate\n"
@@ -99,6 +98,8 @@ def make(folder: Path, compiler: str) -> None:
     ------
     NotTheSame
         If g++ takes no plugins, or gives other code with this one.
+    OSError
+        If g++ was killed, or there is no space.
     """
     (folder / "plugin.cpp").write_text(_SOURCE)
     (folder / "unit.cpp").write_text(_UNIT)
@@ -133,7 +134,7 @@ def code(path: Path) -> list[object]:
 
 
 def _run(command: list[str], cwd: Path) -> None:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    done = run_to_its_end(command, cwd)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise NotTheSame(f"g++ does not take the plugin: {said[0].strip() if said else f'it ended with {done.returncode}'}")

@@ -2,8 +2,9 @@
 
 A piece is a folder that is never changed, named by a pointer file, ``<key>.json``. The key holds the text, the flags and the
 compiler's path; the pointer holds size and time of every file that went in (headers, compiler, linker), which are looked at
-before each use (about 1,200 files, 3 ms): an upgraded header or g++ makes a new piece. The pointer is written last, by an
-atomic rename, and a lock that dies with its holder keeps two processes from making the same piece twice.
+before each use (about 1,200 files, 3 ms), and the size of every file that was made: an upgraded header or g++ makes a new
+piece, and so does a file that was cut short. The pointer is written last, by an atomic rename, and a lock that dies with its
+holder keeps two processes from making the same piece twice.
 
 Sizes with torch 2.12.1 and g++ 12: 137 MB (header of the model's part), 161 MB (header of kernels), 0.5 MB (interface).
 """
@@ -53,7 +54,7 @@ def piece(folder: Path, about: object, make: Make) -> Path:
         try:
             made.chmod(0o755)
             files = {str(path): _stat(path) for path in make(made)}
-            _publish(pointer, {"folder": made.name, "files": files})
+            _publish(pointer, {"folder": made.name, "made": _sizes(made), "files": files})
         except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             raise
@@ -66,7 +67,8 @@ def _fresh(pointer: Path) -> Path | None:
     try:
         record = json.loads(pointer.read_bytes())
         made = pointer.parent / record["folder"]
-        fresh = made.is_dir() and all(_stat(path) == known for path, known in record["files"].items())
+        whole = made.is_dir() and _sizes(made) == record["made"]
+        fresh = whole and all(_stat(path) == known for path, known in record["files"].items())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
     return made if fresh else None
@@ -87,6 +89,11 @@ def _stat(path: Path | str) -> list[int] | None:
     except OSError:
         return None
     return [status.st_size, status.st_mtime_ns]
+
+
+def _sizes(made: Path) -> dict[str, int]:
+    """Size of each file of the piece in the folder *made*, by its name there: what was cut short is made again."""
+    return {str(path.relative_to(made)): path.stat().st_size for path in sorted(made.rglob("*")) if path.is_file()}
 
 
 def _publish(pointer: Path, record: object) -> None:

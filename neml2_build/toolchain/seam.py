@@ -249,7 +249,7 @@ class Seam:
             del flags, texts
             try:
                 make(into)
-            except (stubs.NotTheSame, subprocess.CalledProcessError, OSError) as error:
+            except (stubs.NotTheSame, subprocess.CalledProcessError) as error:
                 (into / _REFUSED).write_text(str(error), encoding="utf-8")
             return [*read, *programs(compiler)]
 

@@ -12,6 +12,7 @@ hash table grows with what it reads (with all 77,000 symbols in the stub the byt
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -140,6 +141,15 @@ def tell(tool: str, *arguments: str) -> str:
 
 
 def _run(command: Sequence[str], cwd: Path) -> None:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    done = run_to_its_end(command, cwd)
     if done.returncode:
         raise NotTheSame(f"{Path(command[0]).name} failed on the stubs: {done.stderr.strip()[-400:]}")
+
+
+def run_to_its_end(command: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The *command*, run in *cwd*. Raises ``OSError`` if it was killed or found no space, which says nothing of what it can."""
+    environment = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode < 0 or (done.returncode and re.search("signal terminated program|No space left", done.stderr)):
+        raise OSError(f"{Path(command[0]).name} was killed, or found no space")
+    return done
