@@ -203,13 +203,13 @@ class Seam:
         return True
 
     def _link(self, command: Command, cwd: Path) -> bool:
-        interfaces = [str(self._interfaces[name]) for name in command.inputs if name in self._interfaces]
+        interfaces = [self._interfaces[name] for name in command.inputs if name in self._interfaces]
         if not interfaces:
             return False  # nothing was cut, so nothing is missing
         flags = self._flags(command)
-        stub = self._stub(command, flags, [Path(name) for name in interfaces])
+        stub = self._stub(command, flags, interfaces)
         folders = [f"-L{stub}"] if stub else []
-        _run([command.compiler, *interfaces, *command.inputs, *folders, *flags, "-o", command.output], cwd)
+        _run([command.compiler, *map(str, interfaces), *command.inputs, *folders, *flags, "-o", command.output], cwd)
         return True
 
     def _stub(self, command: Command, flags: Sequence[str], interfaces: Sequence[Path]) -> Path | None:
@@ -231,14 +231,16 @@ class Seam:
         return self._proved("stubs", command.compiler, flags, make, [*libraries.values()], otherwise)
 
     def _plugin(self, compiler: str) -> Path | None:
-        """The plugin with which g++ instantiates templates in a header, or None where it does not do."""
+        """The plugin with which g++ instantiates templates in a header, or None where it does not do, or one debugs."""
+        if self.debug:
+            return None
         otherwise = "templates of headers are instantiated for each graph"
         made = self._proved("instantiation", compiler, [], lambda into: instantiation.make(into, compiler), [], otherwise)
         return made / instantiation.PLUGIN if made else None
 
     def _pragma(self, compiler: str) -> str:
         """Last line of a header that is to be precompiled."""
-        return instantiation.PRAGMA if not self.debug and self._plugin(compiler) else ""
+        return instantiation.PRAGMA if self._plugin(compiler) else ""
 
     def _proved(
         self, kind: str, compiler: str, flags: Sequence[str], make: Callable[[Path], None], read: list[Path], otherwise: str
@@ -300,8 +302,7 @@ class Seam:
 
     def _precompile(self, into: Path, compiler: str, name: str, flags: Sequence[str]) -> list[Path]:
         options = [flag for flag in flags if flag != "-c"]
-        plugin = self._plugin(compiler) if instantiation.PRAGMA in (into / name).read_text(encoding="utf-8") else None
-        if plugin:
+        if plugin := self._plugin(compiler):
             options.append(f"-fplugin={plugin}")
         return compile_noting_files([compiler, "-x", "c++-header", name, *options, "-w", "-o", f"{name}.gch"], into)
 
